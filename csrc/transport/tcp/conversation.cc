@@ -43,7 +43,8 @@ bool Conversation::read(std::size_t bytes) {
     } else if (count < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       return false;
     } else {
-      failure_ = count == 0 ? "it has closed the connection" : std::strerror(errno);
+      has_left_ = count == 0 || errno == ECONNRESET;
+      failure_ = has_left_ ? "it has closed the connection" : std::strerror(errno);
       return false;
     }
   }

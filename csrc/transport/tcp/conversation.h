@@ -40,6 +40,8 @@ class Conversation {
   [[nodiscard]] const std::string& failure() const noexcept { return failure_; }
   // Whether it has failed since the dialer was not expected: it may have come too early.
   [[nodiscard]] bool is_early() const noexcept { return is_early_; }
+  // Whether it has failed since the other end has gone, which may be a rank that ends.
+  [[nodiscard]] bool has_left() const noexcept { return has_left_; }
   // Who is at the other end. Precondition: it is agreed, or this is the dialer.
   [[nodiscard]] const std::string& peer() const noexcept {
     return is_dialer() ? meeters_.listener : meeters_.dialer;
@@ -74,6 +76,7 @@ class Conversation {
   std::string input_;
   std::string failure_;
   bool is_early_ = false;
+  bool has_left_ = false;
 };
 
 }  // namespace pydist

@@ -66,6 +66,17 @@ SocketAddress SocketAddress::from_system(const sockaddr* address, socklen_t byte
   SocketAddress result;
   std::memcpy(&result.storage_, address, bytes);
   result.bytes_ = bytes;
+  // A socket for both families has IPv4 peers, which are known by their own addresses.
+  const auto* const six = reinterpret_cast<const sockaddr_in6*>(&result.storage_);
+  if (result.family() == AF_INET6 && IN6_IS_ADDR_V4MAPPED(&six->sin6_addr)) {
+    sockaddr_in four{};
+    four.sin_family = AF_INET;
+    four.sin_port = six->sin6_port;
+    std::memcpy(&four.sin_addr, &six->sin6_addr.s6_addr[12], sizeof four.sin_addr);
+    result.storage_ = {};
+    std::memcpy(&result.storage_, &four, sizeof four);
+    result.bytes_ = sizeof four;
+  }
   return result;
 }
 

@@ -61,8 +61,15 @@ std::string NodeCard::to_text() const {
 }
 
 NodeCard NodeCard::from_text(const std::string& text) {
-  std::vector<std::string> parts = unpack(text);
-  PYDIST_CHECK(parts.size() >= 2);
+  std::vector<std::string> parts;
+  try {
+    parts = unpack(text);
+  } catch (const std::exception&) {
+    // Refused below.
+  }
+  if (parts.size() < 2) {
+    throw InvalidUsage(join("'", text, "' is no card of a process on the network."));
+  }
   NodeCard card;
   card.name = std::move(parts[0]);
   card.addresses.assign(std::make_move_iterator(parts.begin() + 1),
@@ -464,7 +471,7 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
     --known.dialled;
     known.hindrance = join("connecting to ", ended.address, ": ", why);
     known.next_try = Deadline::in(pause_after(++known.failures));
-  } else if (!conversation.is_early()) {
+  } else if (!conversation.is_early() && !conversation.has_left()) {
     warn_of_stranger(peer_text(conversation.fd()), why);
   }
 }
