@@ -371,6 +371,9 @@ void TcpNode::accept_all() {
         continue;
       }
       ++strangers_;
+      // A child that was forked may keep the connection open, and the system would go on to tell.
+      static_cast<void>(
+          ::epoll_ctl(meetings_.get(), EPOLL_CTL_DEL, (*oldest)->conversation.fd(), nullptr));
       talks_.erase(oldest);
     }
     begin_talk(

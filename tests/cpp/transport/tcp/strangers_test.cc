@@ -3,15 +3,22 @@
 
 #include <gtest/gtest.h>
 
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdint>
+#include <ctime>
 #include <deque>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/log_queue.h"
@@ -168,6 +175,49 @@ TEST(StrangersTest, ThoseWhoSayHalfAHelloHarmNobody) {
   const DialerHandshake handshake({random_token(), random_token(), random_token()},
                                   JobSecret::random());
   let_strangers_pass(handshake.hello().substr(0, kHelloBytes / 2), "");
+}
+
+std::chrono::nanoseconds processor_time() {
+  timespec used{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return std::chrono::seconds(used.tv_sec) + std::chrono::nanoseconds(used.tv_nsec);
+}
+
+// A child of this process, such as one that loads data, has all connections of the time that it was
+// forked at.
+TEST(StrangersTest, AChildThatHoldsConnectionsOpenKeepsNobodyBusy) {
+  const ManyDescriptors many;
+  if (!many.has_enough) {
+    GTEST_SKIP() << "this system gives a process too few descriptors";
+  }
+  Watched watched;
+  std::deque<FileDescriptor> strangers;
+  const std::size_t before = descriptors_in_use();
+  const auto let_in = [&](std::size_t count, std::size_t talks) {
+    for (std::size_t i = 0; i < count; ++i) {
+      strangers.push_back(connect_raw(watched.address()));
+    }
+    return eventually([&] { return descriptors_in_use() == before + strangers.size() + talks; });
+  };
+  ASSERT_TRUE(let_in(kMostTalks, kMostTalks));
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+    ::pause();
+    ::_exit(0);
+  }
+  ASSERT_TRUE(let_in(50, kMostTalks));
+  for (const FileDescriptor& stranger : strangers) {
+    ::shutdown(stranger.get(), SHUT_RDWR);
+  }
+  ASSERT_TRUE(watched.ping());
+  EXPECT_TRUE(eventually([&] {
+    const auto begin = processor_time();
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    return processor_time() - begin < std::chrono::milliseconds(50);
+  }));
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
 }
 
 TEST(StrangersTest, OneWhoSaysNothingIsDroppedAfterAWhile) {
