@@ -145,7 +145,7 @@ test-python-all: build  ## the Python tests of test-all
 # As sanitize builds it, too.
 FUZZED := build/sanitize-address-undefined
 .PHONY: fuzz
-fuzz: build  ## a million forged messages and damages of shared memory, under ASan and UBSan, and 100,000 damaged checkpoints
+fuzz: build  ## a million forged messages, frames and damages of shared memory, under ASan and UBSan, and 100,000 damaged checkpoints
 	@[ $(GTEST) = ON ] || { echo "make fuzz runs C++ tests. $(GTEST_HINT)" >&2; exit 1; }
 	cmake -S . -B $(FUZZED) -G Ninja -DPYDIST_SANITIZE=address,undefined \
 	  -DPYDIST_BUILD_TESTS=ON -DPYDIST_WERROR=$(WERROR)

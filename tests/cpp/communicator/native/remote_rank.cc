@@ -28,11 +28,19 @@ RemoteGround::RemoteGround()
   collectives_ = LaneSegment(
       SharedSegment::create("collectives", LaneSegment::bytes(kRemoteSize, kCollectiveLanes)),
       kRemoteSize, kCollectiveLanes);
-  std::vector<PeerPtr> peers;
   for (int rank = 0; rank < kRemoteSize; ++rank) {
     segment_.reserve_control(rank);
     messages_.reserve_counters(rank);
     collectives_.reserve_counters(rank);
+  }
+  messages_.reserve_lane(0, kRemote);
+  segment_.reserve_failure();
+  make_ranks();
+}
+
+void RemoteGround::make_ranks() {
+  std::vector<PeerPtr> peers;
+  for (int rank = 0; rank < kRemoteSize; ++rank) {
     auto here = std::make_shared<Peer>();
     here->description = join("pid ", rank, " on host a");
     here->host = "a";
@@ -40,8 +48,6 @@ RemoteGround::RemoteGround()
     here->doorbell = &endpoint_->doorbell();
     peers.push_back(rank == kRemote ? far_.peer : here);
   }
-  messages_.reserve_lane(0, kRemote);
-  segment_.reserve_failure();
   remote_ = std::make_shared<RemoteRanks>(
       0, ::pydist::Placement(std::vector<std::string>{"a", "a", "b"}), kRemoteGroup, token_,
       endpoint_, segment_, RemoteRanks::Lanes{messages_, collectives_}, peers);
@@ -52,6 +58,31 @@ RemoteGround::RemoteGround()
 RemoteGround::~RemoteGround() {
   remote_->release_buffers();
   remote_->stop();
+}
+
+void RemoteGround::renew() {
+  remote_->release_buffers();
+  remote_->stop();
+  health_ = nullptr;
+  remote_ = nullptr;
+  std::memset(static_cast<void*>(&segment_.failure()), 0, sizeof(FailureRecord));
+  for (int rank = 0; rank < kRemoteSize; ++rank) {
+    std::memset(static_cast<void*>(&segment_.control(rank)), 0, segment_.control_stride());
+    for (int other = 0; other < kRemoteSize; ++other) {
+      for (const LaneSegment* lanes : {&messages_, &collectives_}) {
+        std::memset(static_cast<void*>(&lanes->counters(rank, other)), 0, sizeof(LaneCounters));
+      }
+    }
+  }
+  endpoint_->network()->expect(token_, secret_);
+  far_ = connect("b");
+  make_ranks();
+}
+
+FileDescriptor RemoteGround::connect_again() const {
+  const NodeCard& card = endpoint_->network()->card();
+  return connect_as({token_, far_.name, card.name}, secret_,
+                    SocketAddress::from_text(card.addresses[0]));
 }
 
 RemoteGround::Process RemoteGround::connect(const std::string& host) {

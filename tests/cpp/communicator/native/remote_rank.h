@@ -31,6 +31,10 @@ class RemoteGround {
   RemoteGround(const RemoteGround&) = delete;
   RemoteGround& operator=(const RemoteGround&) = delete;
 
+  // The rank of the other host is another process from now on, which has not sent anything; the
+  // memory of the group is as new.
+  void renew();
+
   // Another process that this one knows, connected in a group that is not under test.
   struct Process {
     PeerPtr peer;
@@ -47,12 +51,15 @@ class RemoteGround {
   // More than any connection takes at once lies ahead of what is sent from now on.
   void fill_link();
 
+  // One more connection of that rank; none where it is lost already.
+  [[nodiscard]] FileDescriptor connect_again() const;
   [[nodiscard]] int connection() const { return far_.connection.get(); }
   [[nodiscard]] Link& link() { return *far_.peer->link; }
   [[nodiscard]] const Peer& far() const { return *far_.peer; }
   [[nodiscard]] RemoteRanks& remote() { return *remote_; }
   [[nodiscard]] GroupHealth& health() { return *health_; }
   [[nodiscard]] Endpoint& endpoint() { return *endpoint_; }
+  [[nodiscard]] const std::shared_ptr<Endpoint>& shared_endpoint() const { return endpoint_; }
   [[nodiscard]] const GroupSegment& segment() const { return segment_; }
   [[nodiscard]] const LaneSegment& messages() const { return messages_; }
   [[nodiscard]] const LaneSegment& collectives() const { return collectives_; }
@@ -60,6 +67,8 @@ class RemoteGround {
   [[nodiscard]] std::string memory_of_this_host() const;
 
  private:
+  void make_ranks();
+
   std::string token_;
   JobSecret secret_;
   std::shared_ptr<Endpoint> endpoint_;
