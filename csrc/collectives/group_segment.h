@@ -75,6 +75,12 @@ struct alignas(128) Post {
 };
 static_assert(offsetof(Post, lines) == 64);
 
+// All of a post but its sequence number, which is written last.
+inline constexpr std::size_t kPostBodyBytes = sizeof(Post) - sizeof(Counter);
+[[nodiscard]] inline std::byte* body_of(Post& post) noexcept {
+  return reinterpret_cast<std::byte*>(&post) + sizeof(Counter);
+}
+
 // What only some operations need.
 struct alignas(64) PostDetail {
   std::uint64_t input = 0;   // HeapReference

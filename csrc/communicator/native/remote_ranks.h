@@ -91,6 +91,9 @@ class RemoteRanks final : public Announcer,
   void refresh_pages();
 
  private:
+  // A post and its detail, as they travel; sizes of ragged blocks may follow.
+  static constexpr std::size_t kPostFrameBytes = kPostBodyBytes + sizeof(PostDetail);
+
   // Of the segments that have arrived from one rank in one set of lanes; the server's.
   struct Arrivals {
     std::array<bool, kMostLaneSlots> is_there{};

@@ -1,6 +1,7 @@
 #include "transport/tcp/sockets.h"
 
 #include <netinet/tcp.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -96,6 +97,15 @@ int error_of_socket(int socket) noexcept {
   int error = 0;
   socklen_t bytes = sizeof error;
   return ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 ? error : errno;
+}
+
+void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data) {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = data;
+  if (::epoll_ctl(epoll, operation, fd, &event) != 0) {
+    throw system_error("Watching a connection", errno);
+  }
 }
 
 FileDescriptor accept_one(int listener) noexcept {

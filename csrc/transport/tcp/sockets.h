@@ -26,6 +26,9 @@ inline constexpr std::chrono::milliseconds kUnacknowledged{8'000};
 // What has become of it, once the socket is writable: 0, or why it failed.
 [[nodiscard]] int error_of_socket(int socket) noexcept;
 
+// epoll_ctl() with an event that carries `data`. Throws TransportError.
+void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data);
+
 // A connection that waits to be accepted; none where there is none, or where it can't be had.
 [[nodiscard]] FileDescriptor accept_one(int listener) noexcept;
 // Who is at the other end, for people.

@@ -21,19 +21,10 @@ namespace {
 constexpr int kLook_ms = 1;
 // The same for deadlines and signs of life.
 constexpr std::chrono::milliseconds kBeat{500};
-// How long a conversation may take: a stranger that says nothing is dropped then.
-constexpr std::chrono::seconds kTalkPatience{10};
-// Strangers may not take all descriptors.
-constexpr std::size_t kMostTalks = 512;
-constexpr std::chrono::seconds kBetweenWarnings{10};
 // How long the end waits until what was sent has been taken.
 constexpr std::chrono::milliseconds kFarewell{1'000};
 // Up to so many links it is quicker to look at each than to ask which has something.
 constexpr std::size_t kFewLinks = 2;
-
-std::chrono::milliseconds pause_after(std::size_t failures) {
-  return std::chrono::milliseconds(std::min<std::size_t>(200, 5 * failures));
-}
 
 FileDescriptor new_epoll() {
   FileDescriptor epoll(::epoll_create1(EPOLL_CLOEXEC));
@@ -41,15 +32,6 @@ FileDescriptor new_epoll() {
     throw system_error("An epoll descriptor", errno);
   }
   return epoll;
-}
-
-void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data) {
-  epoll_event event{};
-  event.events = events;
-  event.data.u64 = data;
-  if (::epoll_ctl(epoll, operation, fd, &event) != 0) {
-    throw system_error("Watching a connection", errno);
-  }
 }
 
 }  // namespace
@@ -229,12 +211,6 @@ void TcpNode::run() {
   }
 }
 
-bool TcpNode::is_to_be_dialled(const Known& known) const {
-  const Link& link = *known.link;
-  return known.dialled < settings_.sockets && !link.is_lost() &&
-         (!known.deadline.has_passed() || (!link.is_up() && link.has_to_send()));
-}
-
 void TcpNode::wait() {
   std::array<epoll_event, 16> events;
   if (is_polled_.load()) {
@@ -325,15 +301,6 @@ void TcpNode::lose(Known& known, const std::string& why) {
   }
 }
 
-void TcpNode::serve_meetings() {
-  std::uint64_t wakes = 0;
-  static_cast<void>(!::read(wake_fd_.get(), &wakes, sizeof wakes));
-  accept_all();
-  advance_talks();
-  dial_where_due();
-  beat();
-}
-
 void TcpNode::beat() {
   if (!next_beat_.has_passed()) {
     return;
@@ -358,135 +325,6 @@ void TcpNode::say_goodbye() noexcept {
     const std::lock_guard lock(mutex_);
     tell_all(FrameKind::kGoodbye);
   });
-}
-
-void TcpNode::accept_all() {
-  while (FileDescriptor socket = accept_one(listener_.get())) {
-    if (talks_.size() >= kMostTalks) {
-      // The oldest has had the most time to prove who it is.
-      const auto oldest = std::find_if(talks_.begin(), talks_.end(), [](const auto& talk) {
-        return !talk.second.conversation.is_dialer();
-      });
-      if (oldest == talks_.end()) {
-        continue;
-      }
-      ++strangers_;
-      // A child that was forked may keep the connection open, and the system would go on to tell.
-      static_cast<void>(
-          ::epoll_ctl(meetings_.get(), EPOLL_CTL_DEL, (*oldest)->conversation.fd(), nullptr));
-      talks_.erase(oldest);
-    }
-    begin_talk(
-        {Conversation::accept(std::move(socket), card_.name, Deadline::in(kTalkPatience)), ""});
-  }
-}
-
-void TcpNode::begin_talk(Talk talk) {
-  const Conversation& conversation = talk.conversation;
-  watch_in(meetings_.get(), EPOLL_CTL_ADD, conversation.fd(),
-           conversation.waits_to_write() ? EPOLLOUT : EPOLLIN, ++last_talk_);
-  talks_.emplace(last_talk_, std::move(talk));
-}
-
-void TcpNode::dial_where_due() {
-  for (auto& [name, known] : known_) {
-    while (is_to_be_dialled(known) && known.next_try.has_passed()) {
-      dial(known);
-    }
-  }
-}
-
-void TcpNode::dial(Known& known) {
-  const std::string& address =
-      known.card.addresses[known.next_address++ % known.card.addresses.size()];
-  ++known.dialled;
-  try {
-    begin_talk({Conversation::dial(begin_connect(SocketAddress::from_text(address)),
-                                   {known.token, card_.name, known.card.name}, known.secret,
-                                   Deadline::in(kTalkPatience)),
-                address});
-  } catch (const Error& error) {
-    --known.dialled;
-    known.hindrance = error.what();
-    known.next_try = Deadline::in(pause_after(++known.failures));
-  }
-}
-
-void TcpNode::advance_talks() {
-  std::array<epoll_event, 64> events;
-  const int count = ::epoll_wait(meetings_.get(), events.data(), events.size(), 0);
-  for (int index = 0; index < count; ++index) {
-    const auto talk = talks_.find(events[static_cast<std::size_t>(index)].data.u64);
-    if (talk != talks_.end()) {
-      advance(talk);
-    }
-  }
-}
-
-void TcpNode::advance(Talks::iterator talk) {
-  const auto secret_of = [this](const Meeters& meeters) -> std::optional<JobSecret> {
-    const auto expected = expected_.find(meeters.token);
-    const auto known = known_.find(meeters.dialer);
-    const bool is_expected =
-        expected != expected_.end() && known != known_.end() && !known->second.link->is_lost();
-    return is_expected ? std::optional(expected->second) : std::nullopt;
-  };
-  Conversation& conversation = talk->second.conversation;
-  const bool has_connected = conversation.waits_to_write();
-  const Conversation::State state = conversation.advance(secret_of);
-  if (state != Conversation::State::kGoesOn) {
-    end_talk(talk, state);
-  } else if (has_connected) {
-    watch_in(meetings_.get(), EPOLL_CTL_MOD, conversation.fd(), EPOLLIN, talk->first);
-  }
-}
-
-void TcpNode::drop_silent_talks() {
-  for (auto talk = talks_.begin(); talk != talks_.end();) {
-    const auto each = talk++;
-    if (each->second.conversation.deadline().has_passed()) {
-      end_talk(each, Conversation::State::kGoesOn);
-    }
-  }
-}
-
-void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
-  Talk ended = std::move(talk->second);
-  talks_.erase(talk);
-  Conversation& conversation = ended.conversation;
-  static_cast<void>(::epoll_ctl(meetings_.get(), EPOLL_CTL_DEL, conversation.fd(), nullptr));
-  const std::string why =
-      state == Conversation::State::kGoesOn ? "it does not answer" : conversation.failure();
-  if (state == Conversation::State::kAgreed) {
-    Known& known = known_.at(conversation.peer());
-    if (known.link->is_lost()) {
-      return;
-    }
-    known.failures = 0;
-    known.hindrance.clear();
-    const int fd = conversation.fd();
-    known.link->add(conversation.release());
-    watch_in(connections_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, known.link->number());
-    return;
-  }
-  if (conversation.is_dialer()) {
-    Known& known = known_.at(conversation.peer());
-    --known.dialled;
-    known.hindrance = join("connecting to ", ended.address, ": ", why);
-    known.next_try = Deadline::in(pause_after(++known.failures));
-  } else if (!conversation.is_early() && !conversation.has_left()) {
-    warn_of_stranger(peer_text(conversation.fd()), why);
-  }
-}
-
-void TcpNode::warn_of_stranger(const std::string& who, const std::string& why) {
-  ++strangers_;
-  if (next_warning_.has_passed()) {
-    next_warning_ = Deadline::in(kBetweenWarnings);
-    log_.post(LogLevel::kWarning,
-              join("Somebody at ", who, " has connected to this rank and was dropped: ", why, ". ",
-                   strangers_, " of that kind so far."));
-  }
 }
 
 void TcpNode::stop() noexcept {

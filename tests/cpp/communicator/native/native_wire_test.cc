@@ -74,7 +74,7 @@ std::vector<std::string> recorded_frames() {
 
   RemoteGround again;  // what it has sent before the page has been read
   again.remote().send_failure({ErrorKind::kMismatch, "the shapes differ", Blame{.ranks = {2}}});
-  again.remote().send_departure(1, 12);
+  again.remote().send_departure();
   std::vector<std::string> frames{*page};
   for (RemoteGround* const each : {&ground, &again}) {
     each->endpoint().network()->stop();

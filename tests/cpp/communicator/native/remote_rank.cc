@@ -50,7 +50,7 @@ void RemoteGround::make_ranks() {
   }
   remote_ = std::make_shared<RemoteRanks>(
       0, ::pydist::Placement(std::vector<std::string>{"a", "a", "b"}), kRemoteGroup, token_,
-      endpoint_, segment_, RemoteRanks::Lanes{messages_, collectives_}, peers);
+      *endpoint_, segment_, RemoteRanks::Lanes{messages_, collectives_}, peers);
   health_ = std::make_unique<GroupHealth>("world", 0, endpoint_, segment_, peers,
                                           std::chrono::minutes(1), remote_);
 }

@@ -143,7 +143,7 @@ TEST(RemoteRanksTest, APageIsAnsweredAndMirrored) {
   RemoteGround ground;
   ground.endpoint().page().pid.store(4711);
   FrameHeader request = ground.header(FrameKind::kPageRequest);
-  request.receiver = 1;
+  request.number = 1;
   ASSERT_TRUE(ground.send(request));
   const std::optional<std::string> answer = ground.receive(FrameKind::kPage);
   ASSERT_TRUE(answer);
@@ -237,14 +237,17 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
   for (const auto& [kind, payload] : right) {
     const bool is_for_one = kind == FrameKind::kSegment || kind == FrameKind::kReleased ||
                             kind == FrameKind::kAnnounced || kind == FrameKind::kHeard ||
-                            kind == FrameKind::kGranted || kind == FrameKind::kPageRequest;
+                            kind == FrameKind::kGranted;
     for (const int receiver : {1, 2, kRemoteSize, -1, INT32_MAX}) {
-      if (is_for_one && !(kind == FrameKind::kPageRequest && receiver == 1)) {
+      if (is_for_one) {
         const std::uint64_t number = kind == FrameKind::kSegment ? 1 : 0;
         add(join("receiver ", receiver),
             with(kind, [&](FrameHeader& header) { header.receiver = receiver; }, number), payload);
       }
     }
+  }
+  for (const std::uint64_t rank : {std::uint64_t{2}, std::uint64_t{kRemoteSize}, UINT64_MAX}) {
+    add(join("the page of rank ", rank), with(FrameKind::kPageRequest, [](FrameHeader&) {}, rank));
   }
   // Those without a payload have none.
   for (const FrameKind kind :
