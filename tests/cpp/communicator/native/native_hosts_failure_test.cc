@@ -6,6 +6,7 @@
 
 #include <chrono>
 #include <future>
+#include <latch>
 #include <memory>
 #include <string>
 #include <thread>
@@ -60,6 +61,7 @@ TEST(NativeHostsFailureTest, BuffersOfAFailedOperationAreNotReadAgain) {
     std::promise<NodeCard> far_card;
     std::promise<void> is_blocked;
     const std::shared_future<void> all_go = is_blocked.get_future().share();
+    std::latch have_submitted(4);
     std::promise<void> has_failed;
     std::promise<void> is_flushed;
     Environment environment = test_environment();
@@ -92,7 +94,9 @@ TEST(NativeHostsFailureTest, BuffersOfAFailedOperationAreNotReadAgain) {
           operation.outputs = {buffer_of(values[0]), buffer_of(values[1]), buffer_of(values[2]),
                                buffer_of(values[3])};
           const WorkPtr work = self.communicator->submit(operation);
+          have_submitted.count_down();
           if (self.rank == who_fails) {
+            have_submitted.wait();
             // Rank 0 has most likely sent its block by then, to a link that is stuck.
             std::this_thread::sleep_for(std::chrono::milliseconds(100));
             self.communicator->abort(Aborted("enough"));
