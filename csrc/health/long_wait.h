@@ -17,6 +17,8 @@ inline constexpr std::chrono::seconds kLongWait{60};
 // How long one lasts before a circle is looked for, and how often from then on.
 inline constexpr std::chrono::seconds kCircleWait{1};
 inline constexpr std::chrono::milliseconds kCircleLooks{250};
+// How long one lasts before ranks of other hosts are asked.
+inline constexpr std::chrono::milliseconds kAskWait{200};
 
 // Of one wait. For one thread at a time. Who asks several questions at once reads the clock once.
 class LongWait {
@@ -57,12 +59,25 @@ class LongWait {
     look_ = Deadline::in(kCircleLooks, now);
     return true;
   }
+  // Whether it has lasted long enough to ask other hosts what their ranks do, which is asked now
+  // and then from there on.
+  [[nodiscard]] bool is_time_to_ask(Clock::time_point now) noexcept {
+    if (!ask_) {
+      ask_ = Deadline::in(kAskWait, now);
+    }
+    if (!ask_->has_passed(now)) {
+      return false;
+    }
+    ask_ = Deadline::in(kCircleLooks, now);
+    return true;
+  }
   // Until when it is not.
   [[nodiscard]] Deadline due() const noexcept { return due_.value_or(Deadline::never()); }
 
  private:
   std::optional<Deadline> due_;
   std::optional<Deadline> look_;
+  std::optional<Deadline> ask_;
 };
 
 // "rank 0 (pid 71 on host a) has been in barrier #3 of group 'world' for 60 s: rank 1 ...". `why`

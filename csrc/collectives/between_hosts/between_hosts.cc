@@ -31,7 +31,8 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
   const Route route = agreed_route(group, call);
   if (route == Route::kInline || route == Route::kOneShot) {
     finish_one_shot(run, route);
-  } else if (call.kind == OpKind::kAllReduce && has_hosts_of_several_ranks(placement)) {
+  } else if (call.kind == OpKind::kAllReduce && has_hosts_of_several_ranks(placement) &&
+             fits_by_hosts(channels, placement)) {
     co_await all_reduce_by_hosts(run, channels, placement);
   } else if (has_op(call.kind)) {
     co_await exchange_and_reduce(run, channels);

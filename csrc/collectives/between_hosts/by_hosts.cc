@@ -292,6 +292,11 @@ Task take_from_host(Lanes& lanes, std::size_t step) {
 
 }  // namespace
 
+bool fits_by_hosts(const Channels& channels, const Placement& placement) noexcept {
+  constexpr std::size_t kLeastPart = 256;
+  return channels.slot_bytes() / static_cast<std::size_t>(placement.hosts()) >= kLeastPart;
+}
+
 bool has_hosts_of_several_ranks(const Placement& placement) noexcept {
   return placement.size() > placement.hosts();
 }

@@ -30,6 +30,9 @@ namespace pydist {
 // Whether a group so placed has anything to gain from it.
 [[nodiscard]] bool has_hosts_of_several_ranks(const Placement& placement) noexcept;
 
+// Whether parts of the pieces of all hosts fit into a slot and are still worth a frame each.
+[[nodiscard]] bool fits_by_hosts(const Channels& channels, const Placement& placement) noexcept;
+
 // Precondition: all have posted, and agree.
 [[nodiscard]] Task all_reduce_by_hosts(Collective& run, Channels& channels,
                                        const Placement& placement);

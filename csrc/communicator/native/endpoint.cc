@@ -419,7 +419,9 @@ void Endpoint::keep_serving(std::shared_ptr<RemoteRanks> remote) {
                        [](const std::shared_ptr<RemoteRanks>& each) { return each->is_needed(); });
     over.assign(std::make_move_iterator(first), std::make_move_iterator(still_serving_.end()));
     still_serving_.erase(first, still_serving_.end());
-    still_serving_.push_back(std::move(remote));
+    if (remote) {
+      still_serving_.push_back(std::move(remote));
+    }
   }
 }
 
@@ -430,6 +432,7 @@ std::shared_ptr<TcpNode> Endpoint::network() {
 
 PeerPtr Endpoint::meet_over_network(const Card& card, const NodeCard& node_card,
                                     const Trust& trust) {
+  keep_serving(nullptr);  // lets go of what is not needed any more
   const std::lock_guard lock(mutex_);
   PeerPtr& peer = peers_[card.address];
   if (!peer) {

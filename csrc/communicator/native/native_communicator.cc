@@ -10,6 +10,7 @@
 #include "base/fork.h"
 #include "base/log.h"
 #include "collectives/between_hosts/between_hosts.h"
+#include "collectives/between_hosts/by_hosts.h"
 #include "collectives/ring.h"
 #include "collectives/shared_memory/shared_memory.h"
 #include "communicator/native/collective_queue.h"
@@ -133,14 +134,17 @@ class NativeCommunicator final : public Communicator,
     can.wire_dtypes.assign(kWireDTypes.begin(), kWireDTypes.end());
     can.equal_on_all_ranks = true;
     can.equal_from_run_to_run = true;
-    can.equal_for_all_chunkings = !pins_ring || size_ <= 2;
-    can.numerics =
-        join(can.equal_for_all_chunkings
-                 ? "Elements are combined in rank order 0 to p-1"
-                 : "Elements are combined in ring order, which depends on where they lie in the "
-                   "buffer",
-             "; float16 and bfloat16 accumulate in float32 and are rounded once; a mean divides "
-             "the sum once.");
+    const bool goes_by_hosts = remote_ && has_hosts_of_several_ranks(remote_->placement());
+    can.equal_for_all_chunkings = pins_ring ? size_ <= 2 : !goes_by_hosts;
+    can.numerics = join(
+        can.equal_for_all_chunkings ? "Elements are combined in rank order 0 to p-1"
+        : pins_ring ? "Elements are combined in ring order, which depends on where they lie in "
+                      "the buffer"
+                    : "Elements are combined in rank order 0 to p-1; those of a large "
+                      "all_reduce first on each host and then in the order of hosts, and each "
+                      "host's sum is rounded",
+        "; float16 and bfloat16 accumulate in float32 and are rounded once; a mean divides "
+        "the sum once.");
     return can;
   }
 

@@ -68,19 +68,44 @@ FrameHeader RemoteRanks::header_for(FrameKind kind, int receiver) const noexcept
 void RemoteRanks::send_to_hosts(FrameHeader header, std::span<const std::byte> payload) {
   for (int host = 0; host < placement_.hosts(); ++host) {
     if (host != placement_.host_of(rank_)) {
-      send_to_host(host, header, payload);
+      // No other rank in its place: what belongs together has to take one way.
+      header.receiver = placement_.counterpart(rank_, host);
+      link(header.receiver)->send(header, payload);
     }
   }
 }
 
-void RemoteRanks::send_to_host(int host, FrameHeader header, std::span<const std::byte> payload) {
+void RemoteRanks::send_to_any_on(int host, FrameHeader header) {
   header.receiver = placement_.counterpart(rank_, host);
-  if (link(header.receiver)->is_lost()) {
-    for (const int other : placement_.ranks_on(host)) {
-      header.receiver = link(other)->is_lost() ? header.receiver : other;
+  for (const int other : placement_.ranks_on(host)) {
+    const bool is_better = link(header.receiver)->is_lost() && !link(other)->is_lost();
+    header.receiver = is_better ? other : header.receiver;
+  }
+  link(header.receiver)->send(header);
+}
+
+void RemoteRanks::spread(FrameHeader header, std::span<const std::byte> payload) {
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    if (host == placement_.host_of(rank_)) {
+      continue;
+    }
+    const int counterpart = placement_.counterpart(rank_, host);
+    bool is_told = false;
+    for (const int rank : placement_.ranks_on(host)) {
+      if (link(rank)->is_up() || (rank == counterpart && !link(rank)->is_lost())) {
+        header.receiver = rank;
+        link(rank)->send(header, payload);
+        is_told = true;
+      }
+    }
+    for (const int rank : placement_.ranks_on(host)) {
+      if (!is_told && !link(rank)->is_lost()) {
+        header.receiver = rank;
+        link(rank)->send(header, payload);
+        is_told = true;
+      }
     }
   }
-  link(header.receiver)->send(header, payload);
 }
 
 bool RemoteRanks::is_needed() const noexcept {
@@ -187,31 +212,27 @@ void RemoteRanks::send_grant(int peer, std::uint64_t number, std::uint64_t messa
 
 void RemoteRanks::send_failure(const ErrorDescription& error) {
   const std::string text = ToldError{rank_, error}.to_text();
-  send_to_hosts(header_for(FrameKind::kFailure, 0), std::as_bytes(std::span(text)));
+  spread(header_for(FrameKind::kFailure, 0), std::as_bytes(std::span(text)));
 }
 
 void RemoteRanks::send_departure() {
   has_departed_.store(true);
-  for (int host = 0; host < placement_.hosts(); ++host) {
-    if (host != placement_.host_of(rank_)) {
-      send_departure_to(host);
-    }
-  }
+  tell_departure();
   for (int rank = 0; rank < placement_.size(); ++rank) {
-    if (link(rank) && link(rank)->is_up()) {
+    if (link(rank)) {
       FrameHeader last = header_for(FrameKind::kLastSegment, rank);
       last.number = segments(rank_, rank);
-      link(rank)->send(last);
+      link(rank)->send_once_up(last);
     }
   }
 }
 
-void RemoteRanks::send_departure_to(int host) {
+void RemoteRanks::tell_departure() {
   const RankControl& control = segment_.control(rank_);
   FrameHeader header = header_for(FrameKind::kDeparture, 0);
   header.number = control.has_left.load(std::memory_order_relaxed);
   header.extra = control.farewell.load(std::memory_order_relaxed);
-  send_to_host(host, header, {});
+  spread(header, {});
 }
 
 std::uint64_t RemoteRanks::segments(int sender, int receiver) const noexcept {
@@ -241,7 +262,7 @@ void RemoteRanks::refresh_pages() {
       // A rank that this one is not connected to is asked for where this one has a connection.
       FrameHeader header = header_for(FrameKind::kPageRequest, 0);
       header.number = static_cast<std::uint64_t>(rank);
-      send_to_host(placement_.host_of(rank), header, {});
+      send_to_any_on(placement_.host_of(rank), header);
     }
   }
 }
@@ -258,19 +279,11 @@ void RemoteRanks::lose(std::uint64_t sender) {
   }
   ring_host();
   // It may have been the one by which its host was to hear of this rank.
-  for (int host = 0; host < placement_.hosts(); ++host) {
-    const LinkPtr& its = link(placement_.counterpart(rank_, host));
-    if (!its || its->number() != sender) {
-      continue;
-    }
-    if (segment_.failure().is_set()) {
-      const ErrorDescription error = describe(segment_.failure().error());
-      const std::string text = ToldError{rank_, error}.to_text();
-      send_to_host(host, header_for(FrameKind::kFailure, 0), std::as_bytes(std::span(text)));
-    }
-    if (has_departed_.load()) {
-      send_departure_to(host);
-    }
+  if (segment_.failure().is_set()) {
+    send_failure(describe(segment_.failure().error()));
+  }
+  if (has_departed_.load()) {
+    tell_departure();
   }
 }
 

@@ -103,6 +103,8 @@ class RemoteRanks final : public Announcer,
   [[nodiscard]] std::byte* place(const FrameHeader& header, std::uint64_t sender) override;
   void take(const FrameHeader& header, const std::byte* payload, std::uint64_t sender) override;
   void lose(std::uint64_t sender) override;
+  // place(), but throws where there is no memory.
+  [[nodiscard]] std::byte* place_checked(const FrameHeader& header, std::uint64_t sender);
 
   [[nodiscard]] const LinkPtr& link(int rank) const noexcept {
     return peers_[static_cast<std::size_t>(rank)]->link;
@@ -121,8 +123,12 @@ class RemoteRanks final : public Announcer,
   [[nodiscard]] bool is_of_host_of(int rank, std::uint64_t process) const;
   void require(bool makes_sense, const FrameHeader& header) const;
   void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
-  void send_to_host(int host, FrameHeader header, std::span<const std::byte> payload);
-  void send_departure_to(int host);
+  // To a rank of the host that can be reached.
+  void send_to_any_on(int host, FrameHeader header);
+  // News that must not be held up by one rank that is stopped or gone: to every rank of other hosts
+  // that this one is connected to, and to one of each host.
+  void spread(FrameHeader header, std::span<const std::byte> payload);
+  void tell_departure();
 
   void take_post(const FrameHeader& header, const std::byte* payload);
   void take_segment(const FrameHeader& header);

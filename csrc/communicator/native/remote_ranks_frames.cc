@@ -55,6 +55,25 @@ void RemoteRanks::reserve_lane_from(int sender, LaneSet set) {
 }
 
 std::byte* RemoteRanks::place(const FrameHeader& header, std::uint64_t sender) {
+  try {
+    return place_checked(header, sender);
+  } catch (const BadFrame&) {
+    throw;
+  } catch (const std::exception& error) {
+    // This rank has no memory for it: no fault of the sender's, nor of the connection.
+    const Peer& own = *peers_[static_cast<std::size_t>(rank_)];
+    const ErrorDescription what{
+        ErrorKind::kTransport, join("rank ", rank_, " (", own.description, "): ", error.what()),
+        Blame{.ranks = {rank_}, .host = own.host, .pid = own.pid, .cause = error.what()}};
+    if (segment_.failure().set(what.kind, what.message, rank_, what.blame)) {
+      send_failure(describe(segment_.failure().error()));
+    }
+    ring_host();
+    return nullptr;
+  }
+}
+
+std::byte* RemoteRanks::place_checked(const FrameHeader& header, std::uint64_t sender) {
   const auto counts = placement_.size() * sizeof(std::uint64_t);
   switch (header.kind) {
     case FrameKind::kPost:

@@ -14,7 +14,9 @@ WaitCheck::WaitCheck(GroupHealth& health, int rank, const Deadline& deadline, Lo
   if (loss_) {
     return;
   }
-  health_.refresh();
+  if (notice.is_time_to_ask(now)) {
+    health_.refresh();
+  }
   const bool looks = is_late_ || notice.is_time_to_look(now);
   is_circle_ = looks && rank >= 0 && health.leads_into_circle(health.keeper_behind(rank).rank);
   is_long_ = !is_late_ && health.is_due(notice, now);

@@ -63,6 +63,19 @@ void Link::send(const FrameHeader& header, std::span<const std::byte> payload) {
   send_now_or_later(std::move(frame), /*is_segment=*/false);
 }
 
+void Link::send_once_up(const FrameHeader& header) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (lanes_.empty() && !is_lost()) {
+      OutgoingFrame frame;
+      frame.header = header;
+      small_.push_back(std::move(frame));
+      return;
+    }
+  }
+  send(header);
+}
+
 void Link::send_segment(const FrameHeader& header, const std::byte* data, Counter& written) {
   OutgoingFrame frame;
   frame.header = header;

@@ -42,6 +42,8 @@ class Link {
 
   // Sends a frame; the payload is copied where it can't go at once. After a loss it does nothing.
   void send(const FrameHeader& header, std::span<const std::byte> payload = {});
+  // Sends a small frame as soon as there is a connection for something else.
+  void send_once_up(const FrameHeader& header);
   // Sends a segment, which stays where it is until `written` has counted it.
   void send_segment(const FrameHeader& header, const std::byte* data, Counter& written);
   // No segment of that group is needed any more where it is: those that have not been sent are

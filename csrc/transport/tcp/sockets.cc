@@ -19,10 +19,7 @@ void set_option(int socket, int level, int option, int value) noexcept {
   static_cast<void>(::setsockopt(socket, level, option, &value, sizeof value));
 }
 
-void prepare_stream(int socket) noexcept {
-  set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1);
-  set_option(socket, IPPROTO_TCP, TCP_USER_TIMEOUT, static_cast<int>(kUnacknowledged.count()));
-}
+void prepare_stream(int socket) noexcept { set_option(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
 
 FileDescriptor new_socket(int family) {
   FileDescriptor socket(::socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
@@ -106,6 +103,13 @@ void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint6
   if (::epoll_ctl(epoll, operation, fd, &event) != 0) {
     throw system_error("Watching a connection", errno);
   }
+}
+
+bool has_no_answer(int socket) noexcept {
+  tcp_info info{};
+  socklen_t bytes = sizeof info;
+  return ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 &&
+         info.tcpi_unacked != 0 && info.tcpi_last_ack_recv > kUnacknowledged.count();
 }
 
 FileDescriptor accept_one(int listener) noexcept {

@@ -14,7 +14,10 @@
 namespace pydist {
 
 // Bytes that stay unacknowledged for so long mean that the peer's host, or the way to it, is gone.
+// The host of a process that is stopped acknowledges them; TCP_USER_TIMEOUT, which also counts
+// while that process has no room for more, would take it for lost.
 inline constexpr std::chrono::milliseconds kUnacknowledged{8'000};
+[[nodiscard]] bool has_no_answer(int socket) noexcept;
 
 // Listens on all addresses of this host, on the first free port of the range. Throws TransportError
 // where none is free, or the system gives no socket.

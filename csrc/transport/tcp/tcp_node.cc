@@ -98,15 +98,16 @@ void TcpNode::expect(const std::string& token, const JobSecret& secret) {
 void TcpNode::no_longer_expect(const std::string& token) {
   const std::lock_guard lock(mutex_);
   expected_.erase(token);
+  for (auto& [name, known] : known_) {
+    known.secrets.erase(token);
+  }
 }
 
 LinkPtr TcpNode::link_to(const NodeCard& peer, const std::string& token, const JobSecret& secret,
                          Link::OnLoss on_loss) {
   const std::lock_guard lock(mutex_);
   if (const auto known = known_.find(peer.name); known != known_.end()) {
-    // An older group may be gone by the time that a connection is made.
-    known->second.token = token;
-    known->second.secret = secret;
+    known->second.secrets.insert_or_assign(token, secret);
     return known->second.link;
   }
   auto link = std::make_shared<Link>(
@@ -119,7 +120,7 @@ LinkPtr TcpNode::link_to(const NodeCard& peer, const std::string& token, const J
       },
       std::move(on_loss));
   links_.push_back(link);
-  known_.emplace(peer.name, Known{.link = link, .card = peer, .token = token, .secret = secret});
+  known_.emplace(peer.name, Known{.link = link, .card = peer, .secrets = {{token, secret}}});
   return link;
 }
 
@@ -166,9 +167,18 @@ bool TcpNode::poll(bool stays) {
   }
   if (stays) {
     polls_.fetch_add(1, std::memory_order_relaxed);
-    is_polled_.store(true, std::memory_order_relaxed);
+    if (!is_polled_.load(std::memory_order_relaxed)) {
+      // The thread may sleep for long; from now on it is to look whether still somebody polls.
+      is_polled_.store(true);
+      wake();
+    }
   }
-  return serve_frames();
+  try {
+    return serve_frames();
+  } catch (const std::exception& error) {  // the system has no memory
+    log_.post(LogLevel::kError, join("Serving the network: ", error.what()));
+    return false;
+  }
 }
 
 void TcpNode::hand_over() noexcept {
@@ -184,11 +194,16 @@ void TcpNode::wake() noexcept {
 
 void TcpNode::run() {
   while (!is_stopping_.load()) {
-    wait();
-    const std::lock_guard lock(mutex_);
-    serve_meetings();
-    if (!is_polled_.load()) {
-      serve_frames();
+    try {
+      wait();
+      const std::lock_guard lock(mutex_);
+      serve_meetings();
+      if (!is_polled_.load()) {
+        serve_frames();
+      }
+    } catch (const std::exception& error) {  // the system has no memory, or watches no more
+      log_.post(LogLevel::kError, join("Serving the network: ", error.what()));
+      ::poll(nullptr, 0, kLook_ms);
     }
   }
   // Everybody is to have the goodbye, and all that was sent before.
@@ -307,7 +322,22 @@ void TcpNode::beat() {
   }
   next_beat_ = Deadline::in(kBeat);
   drop_silent_talks();
+  lose_silent_links();
+  if (!is_listening_) {
+    watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, 0);
+    is_listening_ = true;
+  }
   tell_all(FrameKind::kHeartbeat);
+}
+
+void TcpNode::lose_silent_links() {
+  for (const LinkPtr& link : links_) {
+    const auto is_silent = [](const auto& socket) { return has_no_answer(socket->fd()); };
+    if (std::any_of(link->sockets().begin(), link->sockets().end(), is_silent)) {
+      lose(known_.at(link->peer()),
+           join("nothing has been acknowledged for ", kUnacknowledged.count() / 1000, " s"));
+    }
+  }
 }
 
 void TcpNode::tell_all(FrameKind kind) {

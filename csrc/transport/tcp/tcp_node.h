@@ -93,8 +93,8 @@ class TcpNode {
   struct Known {
     LinkPtr link;
     NodeCard card;
-    std::string token;
-    JobSecret secret;
+    // Of the groups that both are in: any will do to meet.
+    std::map<std::string, JobSecret> secrets{};
     Deadline deadline = Deadline::in(std::chrono::nanoseconds(0));  // of connecting
     std::size_t dialled = 0;   // connections that this end has made, or that are on their way
     std::size_t failures = 0;  // in a row
@@ -114,6 +114,8 @@ class TcpNode {
   void wait();
   // With mutex_: everything but frames.
   void serve_meetings();
+  // Stops listening where the system has no descriptor to accept with, until the next beat.
+  void pause_listening() noexcept;
   [[nodiscard]] bool is_to_be_dialled(const Known& known) const;
   void dial_where_due();
   void dial(Known& known);
@@ -127,6 +129,7 @@ class TcpNode {
   void tell_all(FrameKind kind);
   // With mutex_.
   bool serve_frames();
+  void lose_silent_links();
   void watch(const Link& link);
   void lose(Known& known, const std::string& why);
   void warn_of_stranger(const std::string& who, const std::string& why);
@@ -149,6 +152,7 @@ class TcpNode {
   std::map<std::string, JobSecret> expected_;  // by token; guarded by mutex_
   std::map<std::uint64_t, FrameSink*> sinks_;  // by group; guarded by mutex_
   Talks talks_;                                // by number, from 1; guarded by mutex_
+  bool is_listening_ = true;                   // guarded by mutex_
   std::uint64_t last_talk_ = 0;                // guarded by mutex_
   std::size_t strangers_ = 0;                  // that have been dropped; guarded by mutex_
   Deadline next_warning_ = Deadline::in(std::chrono::nanoseconds(0));  // guarded by mutex_

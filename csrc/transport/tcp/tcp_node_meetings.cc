@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <optional>
 #include <string>
 #include <utility>
@@ -18,7 +19,7 @@ namespace {
 // How long a conversation may take: a stranger that says nothing is dropped then.
 constexpr std::chrono::seconds kTalkPatience{10};
 // Strangers may not take all descriptors.
-constexpr std::size_t kMostTalks = 512;
+constexpr std::size_t kMostTalks = 128;
 constexpr std::chrono::seconds kBetweenWarnings{10};
 
 std::chrono::milliseconds pause_after(std::size_t failures) {
@@ -29,7 +30,7 @@ std::chrono::milliseconds pause_after(std::size_t failures) {
 
 bool TcpNode::is_to_be_dialled(const Known& known) const {
   const Link& link = *known.link;
-  return known.dialled < settings_.sockets && !link.is_lost() &&
+  return known.dialled < settings_.sockets && !link.is_lost() && !known.secrets.empty() &&
          (!known.deadline.has_passed() || (!link.is_up() && link.has_to_send()));
 }
 
@@ -43,7 +44,14 @@ void TcpNode::serve_meetings() {
 }
 
 void TcpNode::accept_all() {
-  while (FileDescriptor socket = accept_one(listener_.get())) {
+  while (true) {
+    FileDescriptor socket = accept_one(listener_.get());
+    if (!socket) {
+      if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {
+        pause_listening();
+      }
+      return;
+    }
     if (talks_.size() >= kMostTalks) {
       // The oldest has had the most time to prove who it is.
       const auto oldest = std::find_if(talks_.begin(), talks_.end(), [](const auto& talk) {
@@ -61,6 +69,12 @@ void TcpNode::accept_all() {
     begin_talk(
         {Conversation::accept(std::move(socket), card_.name, Deadline::in(kTalkPatience)), ""});
   }
+}
+
+void TcpNode::pause_listening() noexcept {
+  // Whoever waits there would be told of again and again.
+  static_cast<void>(::epoll_ctl(meetings_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr));
+  is_listening_ = false;
 }
 
 void TcpNode::begin_talk(Talk talk) {
@@ -81,10 +95,11 @@ void TcpNode::dial_where_due() {
 void TcpNode::dial(Known& known) {
   const std::string& address =
       known.card.addresses[known.next_address++ % known.card.addresses.size()];
+  const auto& [token, secret] = *known.secrets.begin();
   ++known.dialled;
   try {
     begin_talk({Conversation::dial(begin_connect(SocketAddress::from_text(address)),
-                                   {known.token, card_.name, known.card.name}, known.secret,
+                                   {token, card_.name, known.card.name}, secret,
                                    Deadline::in(kTalkPatience)),
                 address});
   } catch (const Error& error) {

@@ -12,6 +12,8 @@ namespace {
 // How long they may take, once all ranks are there, and how often it is looked whether they are.
 constexpr std::chrono::seconds kConnectPatience{20};
 constexpr std::chrono::milliseconds kConnectLook{1};
+// How long one end alone dials.
+constexpr std::chrono::seconds kOneDials{1};
 
 }  // namespace
 
@@ -20,7 +22,8 @@ FirstConnections::FirstConnections(TcpNode& node, int rank, const Placement& pla
     : node_(node),
       rank_(rank),
       peers_(peers),
-      patience_(deadline.earlier_of(Deadline::in(kConnectPatience))) {
+      patience_(deadline.earlier_of(Deadline::in(kConnectPatience))),
+      both_dial_(Deadline::in(kOneDials)) {
   for (int peer = 0; peer < placement.size(); ++peer) {
     if (!placement.share_host(peer, rank) &&
         (placement.counterpart(rank, placement.host_of(peer)) == peer ||
@@ -41,6 +44,9 @@ void FirstConnections::wait(const CheckHopeOf& check_hope, const KnownProcesses&
     const Link& link = *peers_[static_cast<std::size_t>(peer)]->link;
     while (!link.is_up()) {
       check_hope(peer);
+      if (both_dial_.has_passed()) {
+        node_.connect(link, patience_);  // connections may be let through in one direction alone
+      }
       if (patience_.has_passed()) {
         throw_unreachable(peer, processes, cards);
       }

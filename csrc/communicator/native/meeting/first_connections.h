@@ -34,6 +34,7 @@ class FirstConnections {
   const int rank_;
   const std::vector<PeerPtr>& peers_;
   const Deadline patience_;
+  const Deadline both_dial_;
   std::vector<int> needed_;
 };
 

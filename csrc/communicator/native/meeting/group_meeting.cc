@@ -121,6 +121,10 @@ class Meeting {
       offers.clear();
       memory_ = no_memory();
       membership_.remote.reset();
+      if (const auto network = membership_.endpoint->network();
+          network && !introductions_.empty()) {
+        network->no_longer_expect(introductions_[0].token);
+      }
       tell(error);
       if (interruption_ != nullptr) {
         std::rethrow_exception(interruption_);

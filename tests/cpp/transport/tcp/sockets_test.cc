@@ -65,7 +65,6 @@ TEST(SocketsTest, AConnectionHoldsBackNothing) {
   EXPECT_EQ(error_of_socket(dialer.get()), 0);
   for (const int socket : {dialer.get(), accepted.get()}) {
     EXPECT_EQ(option_of(socket, IPPROTO_TCP, TCP_NODELAY), 1);
-    EXPECT_EQ(option_of(socket, IPPROTO_TCP, TCP_USER_TIMEOUT), kUnacknowledged.count());
     EXPECT_NE(::fcntl(socket, F_GETFL) & O_NONBLOCK, 0);
     EXPECT_NE(::fcntl(socket, F_GETFD) & FD_CLOEXEC, 0);
   }
