@@ -136,6 +136,7 @@ void GroupHealth::leave() noexcept {
   wake_everybody();
   if (remote_) {
     log_errors_of([this] {
+      remote_->pass_failure_on();
       remote_->send_departure();
       remote_->release_buffers();
     });
@@ -144,7 +145,10 @@ void GroupHealth::leave() noexcept {
 
 void GroupHealth::release_buffers() noexcept {
   if (remote_) {
-    log_errors_of([this] { remote_->release_buffers(); });
+    log_errors_of([this] {
+      remote_->release_buffers();
+      remote_->pass_failure_on();
+    });
   }
 }
 

@@ -211,8 +211,15 @@ void RemoteRanks::send_grant(int peer, std::uint64_t number, std::uint64_t messa
 }
 
 void RemoteRanks::send_failure(const ErrorDescription& error) {
+  has_passed_failure_on_.store(true);
   const std::string text = ToldError{rank_, error}.to_text();
   spread(header_for(FrameKind::kFailure, 0), std::as_bytes(std::span(text)));
+}
+
+void RemoteRanks::pass_failure_on() {
+  if (segment_.failure().is_set() && !has_passed_failure_on_.exchange(true)) {
+    send_failure(describe(segment_.failure().error()));
+  }
 }
 
 void RemoteRanks::send_departure() {

@@ -80,7 +80,10 @@ class RemoteRanks final : public Announcer,
   void send_grant(int peer, std::uint64_t number, std::uint64_t message) override;
 
   // -- news of the group ------------------------------------------------------------------------
+  // Each rank that learns of the group's error passes it on, once: the one that told it may be
+  // connected to none that runs.
   void send_failure(const ErrorDescription& error);
+  void pass_failure_on();
   // What control(rank) says of this rank's departure.
   void send_departure();
   // Whether something may still come from a rank that has told this host that it leaves: what it
@@ -155,6 +158,7 @@ class RemoteRanks final : public Announcer,
   std::vector<std::atomic<std::uint64_t>> last_segments_;  // by rank, plus one; 0: not told
   std::vector<bool> has_transit_;                          // of ranks on other hosts; the server's
   std::atomic<std::int64_t> next_refresh_ns_{0};
+  std::atomic<bool> has_passed_failure_on_{false};
   std::atomic<bool> has_departed_{false};
   std::atomic<bool> has_stopped_{false};
 };
