@@ -172,7 +172,7 @@ NetworkSettings read_network() {
   if (const std::string_view text = lookup_view("PYDIST_PORTS"); !text.empty()) {
     const std::string valid = "two ports from 1 to 65535, as in 29600-29663";
     const std::size_t dash = std::min(text.find('-'), text.size());
-    const auto port = [&](std::string_view part) {
+    const auto port = [&](const std::string& part) {
       std::uint16_t number = 0;
       const char* const end = part.data() + part.size();
       const auto [rest, code] = std::from_chars(part.data(), end, number);
@@ -181,8 +181,9 @@ NetworkSettings read_network() {
       }
       return number;
     };
-    network.ports.first = port(text.substr(0, dash));
-    network.ports.last = dash == text.size() ? network.ports.first : port(text.substr(dash + 1));
+    network.ports.first = port(std::string(text.substr(0, dash)));
+    network.ports.last =
+        dash == text.size() ? network.ports.first : port(std::string(text.substr(dash + 1)));
     if (network.ports.last < network.ports.first) {
       reject_text("PYDIST_PORTS", text, valid);
     }

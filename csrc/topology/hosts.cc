@@ -43,8 +43,7 @@ std::string host_identity(const std::optional<std::string>& override_id) {
   // Ranks meet over sockets that a network namespace has for itself: two of them, as two containers
   // have, are two hosts.
   std::error_code ignored;
-  const std::string network =
-      std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
+  const std::string network = std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
   return join("boot:", boot_id, " ", network);
 }
 
