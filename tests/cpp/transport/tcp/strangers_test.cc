@@ -33,7 +33,7 @@ namespace {
 constexpr int kStrangers = 10'000;
 // Of the strangers that this test plays, and of those that a node may talk with.
 constexpr std::size_t kOpenAtATime = 700;
-constexpr std::size_t kMostTalks = 512;
+constexpr std::size_t kMostTalks = 128;
 
 // As many descriptors as the system lets this process have, for a while.
 class ManyDescriptors {
