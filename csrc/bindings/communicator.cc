@@ -28,10 +28,10 @@
 #include "c10d/store.h"
 #include "c10d/work.h"
 #include "communicator/departure.h"
-#include "communicator/native/endpoint.h"
 #include "communicator/native/native_communicator.h"
 #include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
+#include "communicator/peers/endpoint.h"
 #include "cuda/device_memory.h"
 #include "health/known_processes.h"
 

@@ -1,5 +1,5 @@
 // How a thread sleeps until another process wakes it: on a futex. The loop that spins before it
-// sleeps is communicator/native/wait_loop.h.
+// sleeps is communicator/peers/wait_loop.h.
 //
 // Each process owns one doorbell in shared memory. Whoever changes something that the process may
 // wait for rings it; ringing costs a fence and a load unless somebody sleeps. Because everything a

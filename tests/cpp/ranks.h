@@ -19,7 +19,7 @@
 #include "base/env.h"
 #include "base/error.h"
 #include "communicator/communicator.h"
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 #include "topology/key_value_store.h"
 
 namespace pydist::testing {

@@ -21,9 +21,9 @@
 #include "base/error.h"
 #include "base/op_kind.h"
 #include "collectives/group_segment.h"
-#include "communicator/native/endpoint.h"
-#include "communicator/native/remote_ranks.h"
 #include "communicator/peer_news.h"
+#include "communicator/peers/endpoint.h"
+#include "communicator/peers/remote_ranks.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
 

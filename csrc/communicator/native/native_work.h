@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/interruption.h"
-#include "communicator/native/wait_loop.h"
+#include "communicator/peers/wait_loop.h"
 #include "communicator/work.h"
 
 namespace pydist {

@@ -15,7 +15,6 @@
 #include "base/log.h"
 #include "communicator/complaints.h"
 #include "communicator/gathered_call_mismatch.h"
-#include "communicator/native/endpoint.h"
 #include "communicator/nccl/freed_device_memory.h"
 #include "communicator/nccl/kept_buffers.h"
 #include "communicator/nccl/late_ends.h"
@@ -23,6 +22,7 @@
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_watchdog.h"
 #include "communicator/open_communicators.h"
+#include "communicator/peers/endpoint.h"
 #include "cuda/device_memory.h"
 
 namespace pydist {

@@ -22,6 +22,7 @@ CPP_LAYERS = (
     "transport",
     "collectives",
     "communicator",
+    "communicator/peers",
     "communicator/native",
     "communicator/nccl",
     "bucketing",
@@ -64,7 +65,7 @@ PYTHON_LAYERS = (
 # Without C++ tests of their own: what needs torch is tested by Python, the driver of CUDA by what
 # calls it on the stand-in, and the collectives as a communicator runs them.
 TESTED_FROM_ABOVE = {
-    *("bindings", "cuda", "collectives/shared_memory", "communicator/native/meeting"),
+    *("bindings", "cuda", "collectives/shared_memory"),
     *("reducer", "reducer/gradients", "reducer/operations"),
 }
 

@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 #include "ranks.h"
 #include "transport/tcp/raw_peer.h"
 

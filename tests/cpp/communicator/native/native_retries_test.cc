@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "communicator/native/meeting/introduction.h"
 #include "communicator/native/native_communicator.h"
+#include "communicator/peers/introduction.h"
 #include "memory/file_descriptor.h"
 #include "rank_processes.h"
 #include "topology/rendezvous.h"

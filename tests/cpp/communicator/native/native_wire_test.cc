@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "communicator/native/native_communicator.h"
-#include "communicator/native/remote_rank.h"
+#include "communicator/peers/remote_rank.h"
 #include "memory_store.h"
 #include "ranks.h"
 #include "transport/tcp/raw_peer.h"

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "communicator/native/remote_ranks.h"
+#include "communicator/peers/remote_ranks.h"
 #include "health/journal.h"
 #include "topology/told_error.h"
 #include "transport/shm_channel.h"

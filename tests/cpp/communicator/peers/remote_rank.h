@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "collectives/group_segment.h"
-#include "communicator/native/endpoint.h"
 #include "communicator/native/group_health.h"
-#include "communicator/native/remote_ranks.h"
+#include "communicator/peers/endpoint.h"
+#include "communicator/peers/remote_ranks.h"
 #include "memory/file_descriptor.h"
 #include "transport/tcp/frame.h"
 

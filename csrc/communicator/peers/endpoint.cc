@@ -1,4 +1,4 @@
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 
 #include <poll.h>
 #include <sys/syscall.h>
@@ -15,7 +15,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "communicator/native/remote_ranks.h"
+#include "communicator/peers/remote_ranks.h"
 #include "health/journal.h"
 #include "memory/job_secret.h"
 #include "memory/memory_room.h"

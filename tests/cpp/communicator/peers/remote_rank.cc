@@ -1,4 +1,4 @@
-#include "communicator/native/remote_rank.h"
+#include "communicator/peers/remote_rank.h"
 
 #include <chrono>
 #include <cstring>

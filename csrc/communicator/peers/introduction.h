@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/env.h"
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 #include "health/known_processes.h"
 
 namespace pydist {

@@ -28,7 +28,7 @@
 #include "base/error.h"
 #include "collectives/between_hosts/channels.h"
 #include "collectives/group.h"
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 #include "topology/placement.h"
 #include "transport/lane_segment.h"
 #include "transport/messages.h"

@@ -1,4 +1,4 @@
-#include "communicator/native/meeting/first_connections.h"
+#include "communicator/peers/first_connections.h"
 
 #include <chrono>
 #include <string>

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 #include "health/known_processes.h"
 #include "topology/placement.h"
 #include "transport/tcp/tcp_node.h"

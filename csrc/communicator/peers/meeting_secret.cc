@@ -1,4 +1,4 @@
-#include "communicator/native/meeting/meeting_secret.h"
+#include "communicator/peers/meeting_secret.h"
 
 #include <utility>
 

@@ -21,7 +21,7 @@
 #include "base/deadline.h"
 #include "base/engine_thread.h"
 #include "base/fork.h"
-#include "communicator/native/drive_lock.h"
+#include "communicator/peers/drive_lock.h"
 #include "communicator/work.h"
 #include "health/doorbell.h"
 #include "transport/tcp/tcp_node.h"

@@ -22,7 +22,7 @@
 #include "base/env.h"
 #include "base/fork.h"
 #include "base/log_queue.h"
-#include "communicator/native/wait_loop.h"
+#include "communicator/peers/wait_loop.h"
 #include "health/doorbell.h"
 #include "health/peer_death_monitor.h"
 #include "health/process_page.h"

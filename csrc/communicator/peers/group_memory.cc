@@ -1,4 +1,4 @@
-#include "communicator/native/meeting/group_memory.h"
+#include "communicator/peers/group_memory.h"
 
 #include <utility>
 

@@ -1,4 +1,4 @@
-#include "communicator/native/meeting/introduction.h"
+#include "communicator/peers/introduction.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "collectives/group_segment.h"
-#include "communicator/native/endpoint.h"
 #include "communicator/native/native_communicator.h"
-#include "communicator/native/remote_ranks.h"
+#include "communicator/peers/endpoint.h"
+#include "communicator/peers/remote_ranks.h"
 #include "memory/job_secret.h"
 #include "memory/shared_segment.h"
 #include "topology/key_value_store.h"

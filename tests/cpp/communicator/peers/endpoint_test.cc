@@ -1,4 +1,4 @@
-#include "communicator/native/endpoint.h"
+#include "communicator/peers/endpoint.h"
 
 #include <gtest/gtest.h>
 

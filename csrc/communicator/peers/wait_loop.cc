@@ -1,4 +1,4 @@
-#include "communicator/native/wait_loop.h"
+#include "communicator/peers/wait_loop.h"
 
 #include <algorithm>
 #include <iterator>

@@ -1,4 +1,4 @@
-#include "communicator/native/remote_ranks.h"
+#include "communicator/peers/remote_ranks.h"
 
 #include <algorithm>
 #include <chrono>

@@ -1,7 +1,7 @@
 // What a rank of another host sends, and what it never would: the engine checks each frame before
 // it writes to the memory of its host.
 
-#include "communicator/native/remote_ranks.h"
+#include "communicator/peers/remote_ranks.h"
 
 #include <gtest/gtest.h>
 
@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "communicator/departure.h"
-#include "communicator/native/remote_rank.h"
+#include "communicator/peers/remote_rank.h"
 #include "ranks.h"
 #include "topology/told_error.h"
 #include "transport/tcp/raw_peer.h"

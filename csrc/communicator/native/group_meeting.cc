@@ -1,4 +1,7 @@
-#include "communicator/native/meeting/group_meeting.h"
+// The file is long because a meeting is one conversation, whose steps share all that is known so
+// far.
+
+#include "communicator/native/group_meeting.h"
 
 #include <unistd.h>
 
@@ -11,10 +14,10 @@
 #include "base/error.h"
 #include "base/interruption.h"
 #include "base/log.h"
-#include "communicator/native/meeting/first_connections.h"
-#include "communicator/native/meeting/group_memory.h"
-#include "communicator/native/meeting/introduction.h"
-#include "communicator/native/meeting/meeting_secret.h"
+#include "communicator/peers/first_connections.h"
+#include "communicator/peers/group_memory.h"
+#include "communicator/peers/introduction.h"
+#include "communicator/peers/meeting_secret.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "memory/memory_room.h"
