@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "collectives/ring.h"
 #include "collectives/slices.h"
+#include "combined_by_hosts.h"
 #include "kernels/cpu/convert.h"
 #include "kernels/cpu/reduce.h"
 
@@ -153,59 +154,6 @@ Bytes combined_in_ring_order(const Case& what, std::span<const Bytes> inputs) {
   for (int chunk = 0; chunk < size; ++chunk) {
     combine(what, SummationOrder::kRing, inputs, (chunk + 1) % size, slices[chunk].begin,
             slices[chunk].count, *output);
-  }
-  return output;
-}
-
-// As collectives/between_hosts/by_hosts.h says: every host's sum is rounded to what travels.
-Bytes combined_by_hosts(const Case& what, std::span<const Bytes> inputs,
-                        const std::vector<int>& hosts) {
-  auto output = std::make_shared<std::vector<std::byte>>(inputs[0]->size());
-  const std::size_t count = inputs[0]->size() / element_size(what.dtype);
-  if (count == 0) {
-    return output;
-  }
-  const DType type = what.wire_dtype.value_or(what.dtype);
-  const double ranks = static_cast<double>(inputs.size());
-  const bool is_mean = what.op == ReduceOp::kMean;
-  const bool is_scaled = is_mean && type == DType::kFloat16;
-  const double power = std::bit_ceil(inputs.size());
-  std::vector<std::vector<std::byte>> travelled;
-  std::vector<std::vector<std::byte>> sums;
-  const int last = *std::max_element(hosts.begin(), hosts.end());
-  std::vector<const void*> all_sums;
-  for (int host = 0; host <= last; ++host) {
-    std::vector<const void*> sources;
-    std::vector<double> factors;
-    for (std::size_t rank = 0; rank < inputs.size(); ++rank) {
-      if (hosts[rank] != host) {
-        continue;
-      }
-      const std::byte* source = inputs[rank]->data();
-      if (what.wire_dtype) {
-        auto& narrow = travelled.emplace_back(count * element_size(type));
-        narrow_from_float32(type, reinterpret_cast<const float*>(source), narrow.data(), count);
-        source = narrow.data();
-      }
-      sources.push_back(source);
-      factors.push_back(is_scaled ? 1.0 / power : premul_factor(static_cast<int>(rank)));
-    }
-    auto& sum = sums.emplace_back(count * element_size(type));
-    void* const target = sum.data();
-    const ReduceOp op = is_scaled ? ReduceOp::kPremulSum : is_mean ? ReduceOp::kSum : what.op;
-    reduce({type, op, 1.0, factors}, sources, {&target, 1}, count);
-  }
-  for (const auto& sum : sums) {
-    all_sums.push_back(sum.data());
-  }
-  std::vector<std::byte> result(count * element_size(type));
-  void* const target = result.data();
-  const ReduceOp op = what.op == ReduceOp::kPremulSum ? ReduceOp::kSum : what.op;
-  reduce({type, op, is_scaled ? ranks / power : ranks, {}}, all_sums, {&target, 1}, count);
-  if (what.wire_dtype) {
-    widen_to_float32(type, result.data(), reinterpret_cast<float*>(output->data()), count);
-  } else {
-    *output = std::move(result);
   }
   return output;
 }

@@ -239,7 +239,13 @@ void RemoteRanks::tell_departure() {
   FrameHeader header = header_for(FrameKind::kDeparture, 0);
   header.number = control.has_left.load(std::memory_order_relaxed);
   header.extra = control.farewell.load(std::memory_order_relaxed);
-  spread(header, {});
+  // The way that this rank's posts have gone: another one might be quicker, and the ranks there
+  // would take the rank for gone before they see what it has done.
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    if (host != placement_.host_of(rank_)) {
+      send_to_any_on(host, header);
+    }
+  }
 }
 
 std::uint64_t RemoteRanks::segments(int sender, int receiver) const noexcept {

@@ -128,8 +128,8 @@ class RemoteRanks final : public Announcer,
   void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
   // To a rank of the host that can be reached.
   void send_to_any_on(int host, FrameHeader header);
-  // News that must not be held up by one rank that is stopped or gone: to every rank of other hosts
-  // that this one is connected to, and to one of each host.
+  // An error, which must not be held up by one rank that is stopped or gone: to every rank of other
+  // hosts that this one is connected to, and to one of each host.
   void spread(FrameHeader header, std::span<const std::byte> payload);
   void tell_departure();
 
