@@ -425,7 +425,9 @@ std::string GroupHealth::activity(int rank) const {
     }
   }
   if (entries.empty()) {
-    return "has not entered any operation yet";
+    return peers_[static_cast<std::size_t>(rank)]->mirror != nullptr
+               ? "has not told this host what it is in"
+               : "has not entered any operation yet";
   }
   const JournalEntry& last = entries.front();
   return join(last.state == JournalState::kFailed ? "failed in " : "left ", name(last), " ",
