@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "health/journal.h"
 
 namespace pydist {
 namespace {
@@ -52,6 +53,9 @@ void FirstConnections::wait(const CheckHopeOf& check_hope, const KnownProcesses&
       }
       std::this_thread::sleep_for(kConnectLook);
     }
+    // Its first sign of life.
+    peers_[static_cast<std::size_t>(peer)]->mirror->heartbeat_ns.store(monotonic_ns(),
+                                                                       std::memory_order_relaxed);
   }
 }
 
