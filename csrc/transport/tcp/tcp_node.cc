@@ -333,7 +333,11 @@ void TcpNode::beat() {
 void TcpNode::lose_silent_links() {
   for (const LinkPtr& link : links_) {
     const auto is_silent = [](const auto& socket) { return has_no_answer(socket->fd()); };
-    if (std::any_of(link->sockets().begin(), link->sockets().end(), is_silent)) {
+    if (std::none_of(link->sockets().begin(), link->sockets().end(), is_silent)) {
+      silent_.erase(link->number());
+    } else if (!silent_.insert(link->number()).second) {
+      // For the second time: after the first, this process itself may just have been stopped for as
+      // long.
       lose(known_.at(link->peer()),
            join("nothing has been acknowledged for ", kUnacknowledged.count() / 1000, " s"));
     }

@@ -22,6 +22,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -152,6 +153,7 @@ class TcpNode {
   std::map<std::string, JobSecret> expected_;  // by token; guarded by mutex_
   std::map<std::uint64_t, FrameSink*> sinks_;  // by group; guarded by mutex_
   Talks talks_;                                // by number, from 1; guarded by mutex_
+  std::set<std::uint64_t> silent_;             // links, at the last beat; guarded by mutex_
   bool is_listening_ = true;                   // guarded by mutex_
   std::uint64_t last_talk_ = 0;                // guarded by mutex_
   std::size_t strangers_ = 0;                  // that have been dropped; guarded by mutex_
