@@ -87,11 +87,6 @@ std::optional<std::string> lookup(const char* name) {
   return std::string(value);
 }
 
-std::string_view lookup_view(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? std::string_view() : std::string_view(value);
-}
-
 LogLevel parse_level(std::string_view value, std::string_view whole) {
   const auto found = std::find(kLogLevels.begin(), kLogLevels.end(), value);
   if (found == kLogLevels.end()) {
@@ -162,14 +157,16 @@ constexpr std::size_t kLeastSecretLength = 32;
 
 NetworkSettings read_network() {
   NetworkSettings network;
-  for (std::string_view rest = lookup_view("PYDIST_INTERFACE"); !rest.empty();) {
+  const std::string interfaces = lookup("PYDIST_INTERFACE").value_or("");
+  for (std::string_view rest = interfaces; !rest.empty();) {
     const std::string_view name = rest.substr(0, rest.find(','));
     rest.remove_prefix(std::min(rest.size(), name.size() + 1));
     if (!name.empty()) {
       network.interfaces.emplace_back(name);
     }
   }
-  if (const std::string_view text = lookup_view("PYDIST_PORTS"); !text.empty()) {
+  if (const auto value = lookup("PYDIST_PORTS")) {
+    const std::string& text = *value;
     const std::string valid = "two ports from 1 to 65535, as in 29600-29663";
     const std::size_t dash = std::min(text.find('-'), text.size());
     const auto port = [&](const std::string& part) {
@@ -181,9 +178,8 @@ NetworkSettings read_network() {
       }
       return number;
     };
-    network.ports.first = port(std::string(text.substr(0, dash)));
-    network.ports.last =
-        dash == text.size() ? network.ports.first : port(std::string(text.substr(dash + 1)));
+    network.ports.first = port(text.substr(0, dash));
+    network.ports.last = dash == text.size() ? network.ports.first : port(text.substr(dash + 1));
     if (network.ports.last < network.ports.first) {
       reject_text("PYDIST_PORTS", text, valid);
     }

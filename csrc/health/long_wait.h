@@ -50,31 +50,30 @@ class LongWait {
 
   // Whether it is time to look for a circle of waits, as long as nothing has been told.
   [[nodiscard]] bool is_time_to_look(Clock::time_point now) noexcept {
-    if (!look_) {
-      look_ = Deadline::in(kCircleWait, now);
-    }
-    if (!look_->has_passed(now)) {
-      return false;
-    }
-    look_ = Deadline::in(kCircleLooks, now);
-    return true;
+    return comes_due(look_, kCircleWait, now);
   }
   // Whether it has lasted long enough to ask other hosts what their ranks do, which is asked now
   // and then from there on.
   [[nodiscard]] bool is_time_to_ask(Clock::time_point now) noexcept {
-    if (!ask_) {
-      ask_ = Deadline::in(kAskWait, now);
-    }
-    if (!ask_->has_passed(now)) {
-      return false;
-    }
-    ask_ = Deadline::in(kCircleLooks, now);
-    return true;
+    return comes_due(ask_, kAskWait, now);
   }
   // Until when it is not.
   [[nodiscard]] Deadline due() const noexcept { return due_.value_or(Deadline::never()); }
 
  private:
+  // First after `first`, then every kCircleLooks.
+  [[nodiscard]] static bool comes_due(std::optional<Deadline>& next, std::chrono::nanoseconds first,
+                                      Clock::time_point now) noexcept {
+    if (!next) {
+      next = Deadline::in(first, now);
+    }
+    if (!next->has_passed(now)) {
+      return false;
+    }
+    next = Deadline::in(kCircleLooks, now);
+    return true;
+  }
+
   std::optional<Deadline> due_;
   std::optional<Deadline> look_;
   std::optional<Deadline> ask_;

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from conformance.cases import CASES, run_cases
 from hosts_or_skip import hosts_or_skip
 from launch import Ranks
 from namespaces import Hosts
-from ranks_on import RanksOn
+from ranks_on import RanksOn, rank_outcomes_on, run_ranks_on
 from torch import Tensor
 
 import pydist
@@ -102,6 +103,42 @@ def test_ranks_of_two_hosts_join_one_job(ranks: Ranks) -> None:
 @pytest.mark.parametrize("kind", CALLS)
 def test_each_rank_gets_what_one_process_computes(ranks: Ranks, kind: str, count: int) -> None:
     require_right(ranks, kind, count)
+
+
+def own_connections() -> tuple[set[str], set[int]]:
+    """This host's addresses of its connections to the other, and the ports it listens on."""
+    pydist.init("native", timeout=30)
+    pydist.all_reduce(torch.ones(100_000))
+    sockets = psutil.Process().net_connections("tcp")
+    ports = {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN}
+    # Both ends of such a connection show it; the store's has its port at one of them.
+    meeting = int(os.environ["MASTER_PORT"])
+    between = [
+        each
+        for each in sockets
+        if each.status == psutil.CONN_ESTABLISHED
+        and meeting not in (each.laddr.port, each.raddr.port)
+    ]
+    pydist.barrier()
+    return {each.laddr.ip.removeprefix("::ffff:") for each in between}, ports
+
+
+def test_the_interfaces_and_ports_named_are_taken(hosts: Hosts) -> None:
+    env = {"PYDIST_INTERFACE": "eth0,eth1", "PYDIST_PORTS": "29610-29619"}
+    for host, (addresses, ports) in enumerate(
+        run_ranks_on(hosts, [1, 1], own_connections, env=env)
+    ):
+        assert addresses >= {link.address for link in hosts[host].links}
+        assert ports & set(range(29610, 29620))
+
+
+def test_an_interface_that_is_not_there_is_one_error_on_all(hosts: Hosts) -> None:
+    env = {"PYDIST_INTERFACE": "eth7", "PYDIST_BACKEND": "native"}
+    first, second = rank_outcomes_on(hosts, [1, 1], describe_job, env=env)
+    assert first.error == second.error == "TransportError"
+    assert "PYDIST_INTERFACE names 'eth7', but this host has no such interface" in first.message
+    assert "It has: " in first.message
+    assert "eth0" in first.message
 
 
 def test_a_far_and_bad_network_changes_nothing() -> None:

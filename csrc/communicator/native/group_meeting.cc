@@ -80,7 +80,6 @@ class Meeting {
     }
     membership_.group_segment = memory_.group();
     membership_.message_segment = memory_.messages();
-    membership_.placement = placement_;
     membership_.heap_file = memory_.heap();
     return std::move(membership_);
   }
@@ -208,9 +207,10 @@ class Meeting {
       // The number of the rank that tells it would be taken for the culprit's.
       const std::vector<int>& guilty = what.blame.ranks;
       const bool is_own = guilty.empty() || guilty == std::vector<int>{process(rank_).rank};
-      what.message = join("The ranks of group '", options_.name,
-                          "' cannot share memory: ", is_own ? process(rank_).who() + ": " : "",
-                          words_of(what.message), on_numbers(processes_));
+      what.message = join("The ranks of group '", options_.name, "' cannot ",
+                          placement_.spans_hosts() ? "be joined: " : "share memory: ",
+                          is_own ? process(rank_).who() + ": " : "", words_of(what.message),
+                          on_numbers(processes_));
     }
     return ToldError{rank_, what}.to_text();
   }

@@ -15,7 +15,6 @@
 #include "memory/job_secret.h"
 #include "memory/shared_segment.h"
 #include "topology/key_value_store.h"
-#include "topology/placement.h"
 #include "transport/lane_segment.h"
 
 namespace pydist {
@@ -27,7 +26,6 @@ struct NativeMembership {
   std::vector<PeerPtr> peers;
   GroupSegment group_segment;
   LaneSegment message_segment;
-  Placement placement{1};
   std::shared_ptr<RemoteRanks> remote;  // null where all ranks are on one host
   SharedFile heap_file;
   std::vector<std::string> memory_limits;   // of each rank, as memory_limits()

@@ -411,18 +411,19 @@ std::shared_ptr<TcpNode> Endpoint::open_network(const std::optional<std::string>
 }
 
 void Endpoint::keep_serving(std::shared_ptr<RemoteRanks> remote) {
-  std::vector<std::shared_ptr<RemoteRanks>> over;
-  {
-    const std::lock_guard lock(mutex_);
-    const auto first =
-        std::partition(still_serving_.begin(), still_serving_.end(),
-                       [](const std::shared_ptr<RemoteRanks>& each) { return each->is_needed(); });
-    over.assign(std::make_move_iterator(first), std::make_move_iterator(still_serving_.end()));
-    still_serving_.erase(first, still_serving_.end());
-    if (remote) {
-      still_serving_.push_back(std::move(remote));
-    }
-  }
+  end_served();
+  const std::lock_guard lock(mutex_);
+  still_serving_.push_back(std::move(remote));
+}
+
+void Endpoint::end_served() {
+  std::vector<std::shared_ptr<RemoteRanks>> over;  // destroyed without the lock
+  const std::lock_guard lock(mutex_);
+  const auto first =
+      std::partition(still_serving_.begin(), still_serving_.end(),
+                     [](const std::shared_ptr<RemoteRanks>& each) { return each->is_needed(); });
+  over.assign(std::make_move_iterator(first), std::make_move_iterator(still_serving_.end()));
+  still_serving_.erase(first, still_serving_.end());
 }
 
 std::shared_ptr<TcpNode> Endpoint::network() {
@@ -432,7 +433,7 @@ std::shared_ptr<TcpNode> Endpoint::network() {
 
 PeerPtr Endpoint::meet_over_network(const Card& card, const NodeCard& node_card,
                                     const Trust& trust) {
-  keep_serving(nullptr);  // lets go of what is not needed any more
+  end_served();
   const std::lock_guard lock(mutex_);
   PeerPtr& peer = peers_[card.address];
   if (!peer) {

@@ -157,6 +157,9 @@ class Endpoint {
   }
 
  private:
+  // Lets go of what keep_serving() keeps and nobody needs any more.
+  void end_served();
+
   friend class EndpointUse;
   class ProcessFrames;
 

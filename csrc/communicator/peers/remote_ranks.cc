@@ -35,6 +35,11 @@ RemoteRanks::RemoteRanks(int rank, const Placement& placement, std::uint64_t id,
       from_(peers_.size()),
       last_segments_(peers_.size()),
       has_transit_(peers_.size()) {
+  for (int host = 0; host < placement_.hosts(); ++host) {
+    if (host != placement_.host_of(rank_)) {
+      other_hosts_.push_back(host);
+    }
+  }
   for (std::vector<Arrivals>& of_set : arrivals_) {
     of_set.resize(peers_.size());
   }
@@ -66,43 +71,29 @@ FrameHeader RemoteRanks::header_for(FrameKind kind, int receiver) const noexcept
 }
 
 void RemoteRanks::send_to_hosts(FrameHeader header, std::span<const std::byte> payload) {
-  for (int host = 0; host < placement_.hosts(); ++host) {
-    if (host != placement_.host_of(rank_)) {
-      // No other rank in its place: what belongs together has to take one way.
-      header.receiver = placement_.counterpart(rank_, host);
-      link(header.receiver)->send(header, payload);
-    }
+  for (const int host : other_hosts_) {
+    // No other rank in its place: what belongs together has to take one way.
+    header.receiver = placement_.counterpart(rank_, host);
+    link(header.receiver)->send(header, payload);
   }
 }
 
-void RemoteRanks::send_to_any_on(int host, FrameHeader header) {
+void RemoteRanks::send_to_any_on(int host, FrameHeader header, std::span<const std::byte> payload) {
   header.receiver = placement_.counterpart(rank_, host);
   for (const int other : placement_.ranks_on(host)) {
     const bool is_better = link(header.receiver)->is_lost() && !link(other)->is_lost();
     header.receiver = is_better ? other : header.receiver;
   }
-  link(header.receiver)->send(header);
+  link(header.receiver)->send(header, payload);
 }
 
 void RemoteRanks::spread(FrameHeader header, std::span<const std::byte> payload) {
-  for (int host = 0; host < placement_.hosts(); ++host) {
-    if (host == placement_.host_of(rank_)) {
-      continue;
-    }
-    const int counterpart = placement_.counterpart(rank_, host);
-    bool is_told = false;
+  for (const int host : other_hosts_) {
+    send_to_any_on(host, header, payload);
     for (const int rank : placement_.ranks_on(host)) {
-      if (link(rank)->is_up() || (rank == counterpart && !link(rank)->is_lost())) {
+      if (link(rank)->is_up() && rank != placement_.counterpart(rank_, host)) {
         header.receiver = rank;
         link(rank)->send(header, payload);
-        is_told = true;
-      }
-    }
-    for (const int rank : placement_.ranks_on(host)) {
-      if (!is_told && !link(rank)->is_lost()) {
-        header.receiver = rank;
-        link(rank)->send(header, payload);
-        is_told = true;
       }
     }
   }
@@ -241,10 +232,8 @@ void RemoteRanks::tell_departure() {
   header.extra = control.farewell.load(std::memory_order_relaxed);
   // The way that this rank's posts have gone: another one might be quicker, and the ranks there
   // would take the rank for gone before they see what it has done.
-  for (int host = 0; host < placement_.hosts(); ++host) {
-    if (host != placement_.host_of(rank_)) {
-      send_to_any_on(host, header);
-    }
+  for (const int host : other_hosts_) {
+    send_to_any_on(host, header);
   }
 }
 

@@ -127,7 +127,7 @@ class RemoteRanks final : public Announcer,
   void require(bool makes_sense, const FrameHeader& header) const;
   void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
   // To a rank of the host that can be reached.
-  void send_to_any_on(int host, FrameHeader header);
+  void send_to_any_on(int host, FrameHeader header, std::span<const std::byte> payload = {});
   // An error, which must not be held up by one rank that is stopped or gone: to every rank of other
   // hosts that this one is connected to, and to one of each host.
   void spread(FrameHeader header, std::span<const std::byte> payload);
@@ -150,7 +150,8 @@ class RemoteRanks final : public Announcer,
   const std::shared_ptr<TcpNode> node_;
   const GroupSegment segment_;
   Lanes lanes_;
-  const std::vector<PeerPtr> peers_;              // by rank
+  const std::vector<PeerPtr> peers_;  // by rank
+  std::vector<int> other_hosts_;
   std::vector<std::byte> post_;                   // as it travels
   std::vector<std::unique_ptr<SendChannel>> to_;  // by rank
   std::vector<std::unique_ptr<ReceiveChannel>> from_;

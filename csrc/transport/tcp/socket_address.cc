@@ -12,7 +12,6 @@
 #include <memory>
 
 #include "base/error.h"
-#include "memory/file_descriptor.h"
 
 namespace pydist {
 namespace {
@@ -163,19 +162,6 @@ std::vector<SocketAddress> own_addresses(const std::vector<std::string>& interfa
     }
   }
   return addresses;
-}
-
-std::optional<SocketAddress> source_towards(const SocketAddress& peer) {
-  // To connect a datagram socket sends nothing: the kernel only looks up the route.
-  const FileDescriptor socket(::socket(peer.family(), SOCK_DGRAM | SOCK_CLOEXEC, 0));
-  const SocketAddress target = peer.port() == 0 ? peer.with_port(9) : peer;
-  sockaddr_storage own{};
-  socklen_t bytes = sizeof own;
-  if (!socket || ::connect(socket.get(), target.data(), target.bytes()) != 0 ||
-      ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&own), &bytes) != 0) {
-    return std::nullopt;
-  }
-  return SocketAddress::from_system(reinterpret_cast<const sockaddr*>(&own), bytes).with_port(0);
 }
 
 }  // namespace pydist

@@ -6,7 +6,6 @@
 #include <sys/socket.h>
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -43,8 +42,5 @@ class SocketAddress {
 // either, of the loopback. Link-local IPv6 addresses are left out, since they mean something else
 // on each host. Throws InvalidUsage where an interface does not exist or has no address.
 [[nodiscard]] std::vector<SocketAddress> own_addresses(const std::vector<std::string>& interfaces);
-
-// The address of this host from which packets to `peer` go out; nothing where there is no route.
-[[nodiscard]] std::optional<SocketAddress> source_towards(const SocketAddress& peer);
 
 }  // namespace pydist

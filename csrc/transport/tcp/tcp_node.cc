@@ -261,7 +261,10 @@ void TcpNode::watch(const Link& link) {
     // One that has ended would be told of for ever.
     const std::uint32_t events =
         socket->has_ended() ? 0u : EPOLLIN | (link.has_to_send() ? EPOLLOUT : 0u);
-    watch_in(connections_.get(), EPOLL_CTL_MOD, socket->fd(), events, link.number());
+    if (events != socket->watched_events) {
+      watch_in(connections_.get(), EPOLL_CTL_MOD, socket->fd(), events, link.number());
+      socket->watched_events = events;
+    }
   }
 }
 

@@ -164,6 +164,7 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
     const int fd = conversation.fd();
     known.link->add(conversation.release());
     watch_in(connections_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, known.link->number());
+    known.link->sockets().back()->watched_events = EPOLLIN;
     return;
   }
   if (conversation.is_dialer()) {

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/any_order.h"
 #include "memory/symmetric_heap.h"
 #include "transport/shm_channel.h"
 
@@ -76,20 +77,7 @@ class RingOfRanks {
       ranks.push_back(std::make_unique<Execution>(
           run_ring(group, calls[place(rank)], senders_[place(rank)], receivers_[place(rank)])));
     }
-    while (true) {
-      std::vector<Execution*> ready;
-      bool are_done = true;
-      for (const auto& rank : ranks) {
-        are_done = are_done && rank->is_done();
-        if (!rank->is_done() && rank->is_ready()) {
-          ready.push_back(rank.get());
-        }
-      }
-      if (are_done || ready.empty()) {
-        return are_done;
-      }
-      ready[random() % ready.size()]->resume();
-    }
+    return end_in_any_order(ranks, random);
   }
 
  private:

@@ -1,10 +1,9 @@
 """The command `pydist plan`."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from planned import planned
 from training import TIME_LIMIT
 
 from pydist.cli import main
@@ -51,12 +50,6 @@ def source(tmp_path: Path) -> str:
     path = tmp_path / "some_model.py"
     path.write_text(SOURCE)
     return str(path)
-
-
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
 
 
 def test_command(capsys: pytest.CaptureFixture[str], source: str) -> None:

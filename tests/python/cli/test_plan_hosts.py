@@ -1,11 +1,10 @@
 """`pydist plan --hosts`: step times and efficiency, and what is said to be assumed."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from planned import planned
 from torch import nn
 from training import TIME_LIMIT
 
@@ -36,12 +35,6 @@ def source(tmp_path: Path) -> str:
     path = tmp_path / "eight_layers.py"
     path.write_text(SOURCE)
     return str(path)
-
-
-def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
 
 
 def test_table(capsys: pytest.CaptureFixture[str], source: str) -> None:

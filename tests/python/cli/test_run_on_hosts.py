@@ -247,6 +247,16 @@ def test_when_a_host_is_lost_the_ranks_of_the_others_end(running: Running) -> No
     running.require_all_gone()
 
 
+@pytest.fixture
+def ssh_in_path(
+    folder: Path, with_ssh: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For commands that this process runs itself: the stand-in for ssh, in the folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("PATH", str(with_ssh["PATH"]))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
 @pytest.mark.parametrize(
     ("hosts", "said"),
     [
@@ -258,17 +268,13 @@ def test_when_a_host_is_lost_the_ranks_of_the_others_end(running: Running) -> No
         ("old-b,localhost", "pydist did not start on host old-b (status 127): sh: 1: exec:"),
     ],
 )
+@pytest.mark.usefixtures("ssh_in_path")
 def test_a_host_that_can_not_be_had_is_one_clear_error(
     hosts: str,
     said: str,
     folder: Path,
-    with_ssh: dict[str, str | None],
-    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PATH", str(with_ssh["PATH"]))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(["run", "-H", hosts, write(folder, TELLS)]) == 2
     out, error = capfd.readouterr()
     assert said in error
@@ -276,29 +282,20 @@ def test_a_host_that_can_not_be_had_is_one_clear_error(
     assert "secret" not in out
 
 
+@pytest.mark.usefixtures("ssh_in_path")
 def test_a_host_that_does_not_answer_is_named(
-    folder: Path,
-    with_ssh: dict[str, str | None],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", str(with_ssh["PATH"]))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("pydist.cli.run_on_hosts._GREETING_S", 0.2)
     monkeypatch.setattr("pydist.cli.run_on_hosts._END_S", 0.2)
     assert main(["run", "-H", "silent-a,silent-b", "train.py"]) == 2
     assert "no answer within 0.2 s from silent-a, silent-b" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("ssh_in_path")
 def test_another_torch_on_a_host_is_refused(
-    folder: Path,
-    with_ssh: dict[str, str | None],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("PATH", str(with_ssh["PATH"]))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     assert main(["run", "-H", "one", write(folder, TELLS)]) == 2
     assert re.search(r"host one has pydist .* with torch 2\.\d+\.\d.*, this one .* with torch "

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/any_order.h"
 #include "collectives/between_hosts/between_hosts.h"
 #include "memory/symmetric_heap.h"
 #include "transport/shm_channel.h"
@@ -122,20 +123,7 @@ class ExchangingRanks {
           run_between_hosts(*groups_[index_of(rank)], calls[index_of(rank)],
                             *channels_[index_of(rank)], placement_)));
     }
-    while (true) {
-      std::vector<Execution*> ready;
-      bool are_done = true;
-      for (const auto& rank : ranks) {
-        are_done = are_done && rank->is_done();
-        if (!rank->is_done() && rank->is_ready()) {
-          ready.push_back(rank.get());
-        }
-      }
-      if (are_done || ready.empty()) {
-        return are_done;
-      }
-      ready[random() % ready.size()]->resume();
-    }
+    return end_in_any_order(ranks, random);
   }
 
  private:

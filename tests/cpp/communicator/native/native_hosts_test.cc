@@ -3,12 +3,15 @@
 // of the others when a rank goes.
 
 #include <gtest/gtest.h>
+#include <sys/socket.h>
 
 #include <string>
 #include <thread>
 #include <tuple>
 
 #include "collective_case.h"
+#include "communicator/native/native_communicator.h"
+#include "memory/file_descriptor.h"
 #include "ranks.h"
 #include "run_cases.h"
 
@@ -108,6 +111,29 @@ INSTANTIATE_TEST_SUITE_P(Splits, NativeHosts,
                                            Split{{0, 1}, AlgorithmChoice::kRing},
                                            Split{{0, 0, 1, 1, 2}, AlgorithmChoice::kRing}),
                          name_of_split);
+
+TEST(NativeHostsTest, HostsMeetByIpv6) {
+  if (FileDescriptor(::socket(AF_INET6, SOCK_STREAM, 0)).get() < 0) {
+    GTEST_SKIP() << "this machine has no IPv6";
+  }
+  const auto errors = run_threads(
+      2,
+      [](RankOfTest& self) {
+        NativeOptions options{"world", test_environment()};
+        options.environment.host_id = self.host_id;
+        options.address = "::1";
+        const CommunicatorPtr group =
+            create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+        EXPECT_TRUE(contains(self.endpoint->network()->card().addresses.at(0), "::1 port "));
+        std::vector<int> values(100'000, self.rank + 1);
+        group->run(all_reduce(values));
+        EXPECT_EQ(values, std::vector<int>(100'000, 3));
+      },
+      test_environment(), {0, 1});
+  for (const auto& error : errors) {
+    EXPECT_EQ(error, nullptr) << describe(error).message;
+  }
+}
 
 TEST(NativeHostsTest, MessagesOfAllSizesCrossHosts) {
   run_ranks(3,

@@ -101,12 +101,5 @@ TEST(SocketAddressTest, AWrongInterfaceIsToldWithThoseThatThereAre) {
   }
 }
 
-TEST(SocketAddressTest, TheWayToTheLoopbackBeginsThere) {
-  const auto source = source_towards(SocketAddress::from_host("127.0.0.1"));
-  ASSERT_TRUE(source);
-  EXPECT_EQ(source->to_text(), "127.0.0.1 port 0");
-  EXPECT_EQ(source_towards(SocketAddress::from_text("127.0.0.9 port 80"))->port(), 0);
-}
-
 }  // namespace
 }  // namespace pydist::testing
