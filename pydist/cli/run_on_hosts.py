@@ -48,6 +48,8 @@ _END_S = 8.0
 
 _FORWARDED = ("PYTHONPATH", "CUDA_VISIBLE_DEVICES")
 _FORWARDED_PREFIXES = ("PYDIST_", "OMP_", "NCCL_", "GLOO_")
+# What says which host this is would make one of them all.
+_OF_THIS_HOST = ("PYDIST_HOST_ID", "NCCL_HOSTID")
 
 _Event = HostConnection | int
 
@@ -113,7 +115,8 @@ def _environment(exported: Sequence[str]) -> dict[str, str]:
     given = {
         name: value
         for name, value in os.environ.items()
-        if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)
+        if (name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES))
+        and name not in _OF_THIS_HOST
     }
     for each in exported:
         name, sign, value = each.partition("=")
@@ -122,7 +125,7 @@ def _environment(exported: Sequence[str]) -> dict[str, str]:
         if not name or "\0" in each:
             raise InvalidUsage(f"-x {each}: give a name, or a name and a value, A=1")
         given[name] = value if sign else os.environ[name]
-    # The secret by which ranks of a host know each other: no command line shows it.
+    # The secret by which ranks know each other: no command line shows it.
     given.setdefault("PYDIST_JOB_SECRET", secrets.token_hex(32))
     return given
 

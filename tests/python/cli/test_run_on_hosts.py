@@ -126,6 +126,15 @@ def test_ranks_are_numbered_in_the_order_of_the_hosts(
     assert not any(word in log for word in (*secrets, "FOO", "train.py"))
 
 
+def test_what_names_this_host_is_told_to_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYDIST_HOST_ID", "here")
+    monkeypatch.setenv("PYDIST_SOCKETS", "4")
+    sent = run_on_hosts._environment(["NAME=value", "PYDIST_INTERFACE=eth0"])
+    assert sent["PYDIST_SOCKETS"] == "4"
+    assert (sent["NAME"], sent["PYDIST_INTERFACE"]) == ("value", "eth0")
+    assert "PYDIST_HOST_ID" not in sent
+
+
 def test_ranks_of_all_hosts_compute_together_from_a_hostfile(
     folder: Path, with_ssh: dict[str, str | None], tmp_path: Path
 ) -> None:

@@ -196,7 +196,11 @@ TEST(NativeStoppedRankTest, WhatItReadsAfterTheOthersHaveRaisedIsNoResult) {
     ranks.store().set("parts", std::to_string(parts));
     const Deadline deadline = Deadline::in(std::chrono::seconds(30));
     raised += ranks.store().get("raised/0", deadline) == "yes" ? 1 : 0;
-    ranks.signal(1, SIGCONT);
+    // Again and again: on a busy machine it may stop only after rank 0 has ended.
+    while (!look_up(ranks.store(), "went_on") && !deadline.has_passed()) {
+      ranks.signal(1, SIGCONT);
+      std::this_thread::sleep_for(milliseconds(10));
+    }
     for (const int rank : {0, 1}) {
       const RankOutcome outcome = ranks.wait(rank);
       EXPECT_TRUE(outcome.has_ended_by_itself);
