@@ -71,6 +71,7 @@ class Host:
         self.name = name
         self.links = tuple(links)
         self._fabric = fabric
+        self._started: list[subprocess.Popen[Any]] = []
 
     @property
     def namespace(self) -> Path:
@@ -123,7 +124,16 @@ class Host:
         """
         options.setdefault("stdin", subprocess.DEVNULL)
         options.setdefault("start_new_session", True)
-        return subprocess.Popen(self.command(argv), env=launch.clean_environment(env), **options)
+        command = self.command(argv)
+        process = subprocess.Popen(command, env=launch.clean_environment(env), **options)
+        self._started.append(process)
+        return process
+
+    def _end_started(self) -> None:
+        # One that has just been started may not be in the namespace yet.
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
 
     def free_port(self) -> int:
         """A port on which nobody listens here."""
@@ -276,6 +286,8 @@ class Hosts(Sequence[Host]):
         """Removes everything, and ends the processes of the hosts. Also what is half made."""
         if self._fabric is not None:
             self._fabric.close()
+        for host in self._hosts:
+            host._end_started()
         for name in self._names:
             remove(name)
         self._names, self._hosts, self._fabric = [], [], None
