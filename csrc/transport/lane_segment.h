@@ -19,6 +19,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -47,6 +48,9 @@ struct LaneCounters {
   alignas(64) Counter granted;    // by the receiver
   alignas(64) Counter sent;       // by the sender
   alignas(64) Counter released;   // by the receiver
+  // Of messages, between hosts: the sender has left the group, and the last that it has sent to the
+  // receiver comes over a connection of the two.
+  std::atomic<std::uint32_t> has_last_words;
 };
 
 struct LaneRings {

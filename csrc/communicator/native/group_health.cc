@@ -239,11 +239,12 @@ bool GroupHealth::has_left(int rank) const {
   if (rank == rank_) {
     return false;
   }
-  if (peers_[static_cast<std::size_t>(rank)]->is_dead.load(std::memory_order_acquire)) {
-    return true;
+  const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
+  if (remote_ && peer.link) {
+    return remote_->is_gone(rank);
   }
-  return segment_.control(rank).has_left.load(std::memory_order_acquire) != 0 &&
-         !(remote_ && remote_->may_send_more(rank));
+  return peer.is_dead.load(std::memory_order_acquire) ||
+         segment_.control(rank).has_left.load(std::memory_order_acquire) != 0;
 }
 
 const char* GroupHealth::how_left(int rank) const {

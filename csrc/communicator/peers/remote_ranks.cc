@@ -233,7 +233,11 @@ void RemoteRanks::tell_departure() {
   // The way that this rank's posts have gone: another one might be quicker, and the ranks there
   // would take the rank for gone before they see what it has done.
   for (const int host : other_hosts_) {
-    send_to_any_on(host, header);
+    std::vector<std::byte> has_last_words;
+    for (const int rank : placement_.ranks_on(host)) {
+      has_last_words.push_back(std::byte{link(rank)->is_up()});
+    }
+    send_to_any_on(host, header, has_last_words);
   }
 }
 
@@ -243,13 +247,29 @@ std::uint64_t RemoteRanks::segments(int sender, int receiver) const noexcept {
 }
 
 bool RemoteRanks::may_send_more(int rank) const noexcept {
-  const LinkPtr& its_link = link(rank);
-  if (!its_link || !its_link->is_up()) {
+  if (link(rank)->is_lost()) {
     return false;
   }
   const std::uint64_t last =
       last_segments_[static_cast<std::size_t>(rank)].load(std::memory_order_acquire);
-  return last == 0 || segments(rank, rank_) + 1 < last;
+  if (last != 0) {
+    return segments(rank, rank_) + 1 < last;
+  }
+  // The rank may have made a connection that stands only at its end so far.
+  return link(rank)->is_up() || lanes_.messages.counters(rank, rank_).has_last_words.load() != 0;
+}
+
+bool RemoteRanks::speaks_for(int rank) const noexcept {
+  const int counterpart = placement_.counterpart(rank, placement_.host_of(rank_));
+  return counterpart == rank_ ||
+         peers_[static_cast<std::size_t>(counterpart)]->is_dead.load(std::memory_order_acquire);
+}
+
+bool RemoteRanks::is_gone(int rank) const noexcept {
+  if (segment_.control(rank).has_left.load(std::memory_order_acquire) != 0) {
+    return !may_send_more(rank);
+  }
+  return speaks_for(rank) && link(rank)->is_lost();
 }
 
 void RemoteRanks::refresh_pages() {
@@ -272,11 +292,12 @@ void RemoteRanks::refresh_pages() {
 void RemoteRanks::lose(std::uint64_t sender) {
   for (int rank = 0; rank < placement_.size(); ++rank) {
     const Peer& peer = *peers_[static_cast<std::size_t>(rank)];
-    if (peer.link && peer.link->number() == sender && !peer.has_departed()) {
+    if (peer.link && peer.link->number() == sender && (!peer.has_departed() || speaks_for(rank))) {
       // For the ranks of this host that have no connection to it.
       std::uint32_t none = 0;
       segment_.control(rank).has_left.compare_exchange_strong(
-          none, static_cast<std::uint32_t>(Departure::kLost));
+          none, static_cast<std::uint32_t>(peer.has_departed() ? Departure::kProgramEnd
+                                                               : Departure::kLost));
     }
   }
   ring_host();

@@ -86,9 +86,10 @@ class RemoteRanks final : public Announcer,
   void pass_failure_on();
   // What control(rank) says of this rank's departure.
   void send_departure();
-  // Whether something may still come from a rank that has told this host that it leaves: what it
-  // has sent to this rank takes another way, and may take longer.
-  [[nodiscard]] bool may_send_more(int rank) const noexcept;
+  // Whether nothing more comes from a rank of another host, which has left or has ended. What it
+  // has sent to this rank, and what it has published, may take longer than the news that it is
+  // gone.
+  [[nodiscard]] bool is_gone(int rank) const noexcept;
   // Asks, now and then, for the pages of the ranks on other hosts (ProcessPage), which then come to
   // their peers' mirrors.
   void refresh_pages();
@@ -132,6 +133,12 @@ class RemoteRanks final : public Announcer,
   // hosts that this one is connected to, and to one of each host.
   void spread(FrameHeader header, std::span<const std::byte> payload);
   void tell_departure();
+  // Whether something may still come, to this rank, from one that has told this host that it
+  // leaves.
+  [[nodiscard]] bool may_send_more(int rank) const noexcept;
+  // Whether this rank is the one who tells its host what `rank` does: its counterpart, or any where
+  // that one has ended.
+  [[nodiscard]] bool speaks_for(int rank) const noexcept;
 
   void take_post(const FrameHeader& header, const std::byte* payload);
   void take_segment(const FrameHeader& header);

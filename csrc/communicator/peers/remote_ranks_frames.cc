@@ -114,6 +114,9 @@ std::byte* RemoteRanks::place_checked(const FrameHeader& header, std::uint64_t s
       require(header.receiver == rank_ && header.bytes == 0 && header.lanes <= 1, header);
       return nullptr;
     case FrameKind::kDeparture:
+      require_sender(header, sender);
+      require(header.bytes == placement_.ranks_on(placement_.host_of(rank_)).size(), header);
+      return nullptr;
     case FrameKind::kLastSegment:
       require_sender(header, sender);
       require(header.bytes == 0, header);
@@ -162,6 +165,10 @@ void RemoteRanks::take(const FrameHeader& header, const std::byte* payload,
       return;
     case FrameKind::kDeparture: {
       RankControl& control = segment_.control(header.sender);
+      for (const int rank : placement_.ranks_on(placement_.host_of(rank_))) {
+        lanes_.messages.counters(header.sender, rank)
+            .has_last_words.store(static_cast<std::uint32_t>(*payload++));
+      }
       control.farewell.store(header.extra, std::memory_order_relaxed);
       control.has_left.store(static_cast<std::uint32_t>(header.number), std::memory_order_release);
       ring_host();

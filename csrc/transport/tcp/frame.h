@@ -25,15 +25,17 @@ enum class FrameKind : std::uint8_t {
   kHeartbeat = 1,
   kGoodbye,  // the process ends in good order
   // Of a group; `sender` and `receiver` are its ranks.
-  kPost,         // number: of the operation; payload: the post of rank `sender`
-  kEager,        // number: of the round; payload: what lies in its transit slot
-  kSegment,      // number: of the slot's filling, from 1; payload: what lies in the slot
-  kReleased,     // number: slots that the receiver has released
-  kAnnounced,    // number: of the message; payload: its announcement
-  kHeard,        // number: announcements that the receiver has taken
-  kGranted,      // number: of the grant; extra: of the message
-  kFailure,      // payload: the group's error
-  kDeparture,    // for a host. number: how the rank leaves; extra: its farewell
+  kPost,       // number: of the operation; payload: the post of rank `sender`
+  kEager,      // number: of the round; payload: what lies in its transit slot
+  kSegment,    // number: of the slot's filling, from 1; payload: what lies in the slot
+  kReleased,   // number: slots that the receiver has released
+  kAnnounced,  // number: of the message; payload: its announcement
+  kHeard,      // number: announcements that the receiver has taken
+  kGranted,    // number: of the grant; extra: of the message
+  kFailure,    // payload: the group's error
+  // For a host. number: how the rank leaves; extra: its farewell; payload: a byte for each rank of
+  // the host, 1 where kLastSegment comes to it.
+  kDeparture,
   kLastSegment,  // number: how many segments the rank has sent to this one before it left
   kPageRequest,  // number: the rank whose page is asked for
   kPage,         // sender: whose page it is; number: the monotonic clock of its host; payload: it

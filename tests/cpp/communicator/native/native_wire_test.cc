@@ -268,7 +268,7 @@ void look_around(RemoteGround& ground, Mutator& dice) {
   static_cast<void>(ground.health().absence());
   EXPECT_LT(ground.health().where(kRemote, OpKind::kAllReduce, 1).size(), 10'000u);
   static_cast<void>(ground.health().keeper_behind(kRemote));
-  static_cast<void>(ground.remote().may_send_more(kRemote));
+  static_cast<void>(ground.remote().is_gone(kRemote));
   ReceiveChannel& channel = ground.remote().from(kRemote);
   for (int slots = 0; slots < 8 && channel.until_received().holds(); ++slots) {
     const std::span<const std::byte> slot = channel.slot();

@@ -9,8 +9,9 @@
 
 namespace pydist::testing {
 
-RemoteGround::RemoteGround()
-    : token_(random_token()),
+RemoteGround::RemoteGround(int rank, bool connects)
+    : rank_(rank),
+      token_(random_token()),
       secret_(JobSecret::random()),
       endpoint_(std::make_shared<Endpoint>([] {
         Environment environment = test_environment();
@@ -19,7 +20,7 @@ RemoteGround::RemoteGround()
       }())) {
   const std::shared_ptr<TcpNode> node = endpoint_->open_network("127.0.0.1");
   node->expect(token_, secret_);
-  far_ = connect("b");
+  far_ = connect("b", connects);
   segment_ = GroupSegment(
       SharedSegment::create("group", GroupSegment::bytes(kRemoteSize, kRemoteChunkBytes)),
       kRemoteSize, kRemoteChunkBytes);
@@ -28,12 +29,12 @@ RemoteGround::RemoteGround()
   collectives_ = LaneSegment(
       SharedSegment::create("collectives", LaneSegment::bytes(kRemoteSize, kCollectiveLanes)),
       kRemoteSize, kCollectiveLanes);
-  for (int rank = 0; rank < kRemoteSize; ++rank) {
-    segment_.reserve_control(rank);
-    messages_.reserve_counters(rank);
-    collectives_.reserve_counters(rank);
+  for (int each = 0; each < kRemoteSize; ++each) {
+    segment_.reserve_control(each);
+    messages_.reserve_counters(each);
+    collectives_.reserve_counters(each);
   }
-  messages_.reserve_lane(0, kRemote);
+  messages_.reserve_lane(rank_, kRemote);
   segment_.reserve_failure();
   make_ranks();
 }
@@ -49,9 +50,9 @@ void RemoteGround::make_ranks() {
     peers.push_back(rank == kRemote ? far_.peer : here);
   }
   remote_ = std::make_shared<RemoteRanks>(
-      0, ::pydist::Placement(std::vector<std::string>{"a", "a", "b"}), kRemoteGroup, token_,
+      rank_, ::pydist::Placement(std::vector<std::string>{"a", "a", "b"}), kRemoteGroup, token_,
       *endpoint_, segment_, RemoteRanks::Lanes{messages_, collectives_}, peers);
-  health_ = std::make_unique<GroupHealth>("world", 0, endpoint_, segment_, peers,
+  health_ = std::make_unique<GroupHealth>("world", rank_, endpoint_, segment_, peers,
                                           std::chrono::minutes(1), remote_);
 }
 
@@ -85,7 +86,7 @@ FileDescriptor RemoteGround::connect_again() const {
                     SocketAddress::from_text(card.addresses[0]));
 }
 
-RemoteGround::Process RemoteGround::connect(const std::string& host) {
+RemoteGround::Process RemoteGround::connect(const std::string& host, bool connects) {
   Process process;
   process.name = random_token();
   Card card;
@@ -95,6 +96,9 @@ RemoteGround::Process RemoteGround::connect(const std::string& host) {
   const std::shared_ptr<TcpNode> node = endpoint_->network();
   process.peer = endpoint_->meet_over_network(card, NodeCard{process.name, {"127.0.0.1 port 9"}},
                                               Trust{token_, secret_});
+  if (!connects) {
+    return process;
+  }
   process.connection = connect_as({token_, process.name, node->card().name}, secret_,
                                   SocketAddress::from_text(node->card().addresses[0]));
   PYDIST_CHECK(process.connection && eventually([&] { return process.peer->link->is_up(); }));
@@ -106,7 +110,7 @@ FrameHeader RemoteGround::header(FrameKind kind, std::uint64_t number) const {
   header.kind = kind;
   header.group = kRemoteGroup;
   header.sender = kRemote;
-  header.receiver = 0;
+  header.receiver = rank_;
   header.number = number;
   return header;
 }

@@ -26,7 +26,9 @@ inline constexpr std::size_t kRemoteChunkBytes = 4096;
 
 class RemoteGround {
  public:
-  RemoteGround();
+  // `rank`: which of the two here is played by the engine. `connects`: whether the rank of the
+  // other host has a connection to it.
+  explicit RemoteGround(int rank = 0, bool connects = true);
   ~RemoteGround();
   RemoteGround(const RemoteGround&) = delete;
   RemoteGround& operator=(const RemoteGround&) = delete;
@@ -41,7 +43,7 @@ class RemoteGround {
     std::string name;
     FileDescriptor connection;
   };
-  [[nodiscard]] Process connect(const std::string& host);
+  [[nodiscard]] Process connect(const std::string& host, bool connects = true);
 
   [[nodiscard]] FrameHeader header(FrameKind kind, std::uint64_t number = 0) const;
   // From the rank of the other host; false where the connection is gone.
@@ -53,6 +55,8 @@ class RemoteGround {
 
   // One more connection of that rank; none where it is lost already.
   [[nodiscard]] FileDescriptor connect_again() const;
+  // The rank of the other host ends.
+  void disconnect() { far_.connection = FileDescriptor(); }
   [[nodiscard]] int connection() const { return far_.connection.get(); }
   [[nodiscard]] Link& link() { return *far_.peer->link; }
   [[nodiscard]] const Peer& far() const { return *far_.peer; }
@@ -69,6 +73,7 @@ class RemoteGround {
  private:
   void make_ranks();
 
+  const int rank_;
   std::string token_;
   JobSecret secret_;
   std::shared_ptr<Endpoint> endpoint_;

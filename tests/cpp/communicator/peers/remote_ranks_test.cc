@@ -113,19 +113,60 @@ TEST(RemoteRanksTest, ADepartureIsSeenOnceAllSegmentsHaveCome) {
       ground.header(FrameKind::kDeparture, static_cast<std::uint64_t>(Departure::kShutdown));
   departure.extra = 12;
   ASSERT_TRUE(ground.send(ground.header(FrameKind::kLastSegment, 2)));
-  ASSERT_TRUE(ground.send(departure));
+  ASSERT_TRUE(ground.send(departure, std::string(2, '\1')));
   RankControl& control = ground.segment().control(kRemote);
   ASSERT_TRUE(eventually([&] { return control.has_left.load() != 0; }));
   EXPECT_EQ(control.farewell.load(), 12u);
-  EXPECT_TRUE(ground.remote().may_send_more(kRemote));
+  EXPECT_FALSE(ground.remote().is_gone(kRemote));
   EXPECT_FALSE(ground.health().why_vain(kRemote));
   for (const std::uint64_t number : {2, 1}) {
-    EXPECT_TRUE(ground.remote().may_send_more(kRemote));
+    EXPECT_FALSE(ground.remote().is_gone(kRemote));
     ASSERT_TRUE(ground.send(ground.header(FrameKind::kSegment, number), "x"));
   }
-  EXPECT_TRUE(eventually([&] { return !ground.remote().may_send_more(kRemote); }));
+  EXPECT_TRUE(eventually([&] { return ground.remote().is_gone(kRemote); }));
   ASSERT_TRUE(ground.health().why_vain(kRemote));
   EXPECT_EQ(ground.health().why_vain(kRemote)->blame.ranks, std::vector<int>{kRemote});
+}
+
+// The rank takes the connection for made before this one does, and may send, leave, and have that
+// told by its counterpart in between.
+TEST(RemoteRanksTest, ADepartureWaitsForAConnectionThatStandsAtTheOtherEndAlone) {
+  for (const bool is_connected_there : {true, false}) {
+    RemoteGround ground(0, /*connects=*/false);
+    ground.messages().counters(kRemote, 0).has_last_words.store(is_connected_there ? 1 : 0);
+    ground.segment().control(kRemote).has_left.store(
+        static_cast<std::uint32_t>(Departure::kShutdown));
+    EXPECT_EQ(ground.remote().is_gone(kRemote), !is_connected_there);
+    EXPECT_EQ(ground.health().why_vain(kRemote).has_value(), !is_connected_there);
+  }
+}
+
+TEST(RemoteRanksTest, ARankThatEndsWithoutAWordForTheGroupIsGoneForItsCounterpartsHost) {
+  RemoteGround ground;
+  ASSERT_EQ(ground.remote().placement().counterpart(kRemote, 0), 0);
+  FrameHeader goodbye;
+  goodbye.kind = FrameKind::kGoodbye;
+  ASSERT_TRUE(ground.send(goodbye));
+  ASSERT_TRUE(eventually([&] { return ground.far().has_departed(); }));
+  EXPECT_FALSE(ground.remote().is_gone(kRemote));
+  ground.disconnect();
+  EXPECT_TRUE(eventually([&] { return ground.remote().is_gone(kRemote); }));
+  EXPECT_EQ(ground.segment().control(kRemote).has_left.load(),
+            static_cast<std::uint32_t>(Departure::kProgramEnd));
+}
+
+// Its last post may still be on its way to the counterpart, rank 0.
+TEST(RemoteRanksTest, ALostConnectionOfAnotherThanTheCounterpartSaysNothingOfPosts) {
+  RemoteGround ground(1);
+  FrameHeader goodbye;
+  goodbye.kind = FrameKind::kGoodbye;
+  ASSERT_TRUE(ground.send(goodbye));
+  ground.disconnect();
+  ASSERT_TRUE(eventually([&] { return ground.link().is_lost() && ground.far().is_dead.load(); }));
+  EXPECT_FALSE(ground.health().why_vain(kRemote));
+  ground.segment().control(kRemote).has_left.store(
+      static_cast<std::uint32_t>(Departure::kProgramEnd));
+  EXPECT_TRUE(ground.health().why_vain(kRemote));
 }
 
 TEST(RemoteRanksTest, AFailureIsTheGroupsError) {
@@ -222,7 +263,7 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
       {FrameKind::kHeard, ""},
       {FrameKind::kGranted, ""},
       {FrameKind::kFailure, ToldError{2, {ErrorKind::kError, "x", {}}}.to_text()},
-      {FrameKind::kDeparture, ""},
+      {FrameKind::kDeparture, std::string(2, '\1')},
       {FrameKind::kLastSegment, ""},
       {FrameKind::kPageRequest, ""},
       {FrameKind::kPage, std::string(sizeof(ProcessPage), '\0')},
@@ -250,10 +291,12 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
     add(join("the page of rank ", rank), with(FrameKind::kPageRequest, [](FrameHeader&) {}, rank));
   }
   // Those without a payload have none.
-  for (const FrameKind kind :
-       {FrameKind::kReleased, FrameKind::kHeard, FrameKind::kGranted, FrameKind::kDeparture,
-        FrameKind::kLastSegment, FrameKind::kPageRequest}) {
+  for (const FrameKind kind : {FrameKind::kReleased, FrameKind::kHeard, FrameKind::kGranted,
+                               FrameKind::kLastSegment, FrameKind::kPageRequest}) {
     add("a payload", ground.header(kind), "x");
+  }
+  for (const std::size_t bytes : {0, 1, 3, 4096}) {
+    add("not one byte a rank", ground.header(FrameKind::kDeparture), std::string(bytes, '\1'));
   }
   // Kinds that no group has.
   add("of the process", ground.header(FrameKind::kHeartbeat));
