@@ -13,6 +13,8 @@
 namespace pydist {
 namespace {
 
+constexpr std::chrono::microseconds kDefaultSpin{50};
+
 constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_BACKEND", "auto | native | nccl | gloo", "auto",
                         "Which backend carries the collectives. auto takes the fastest that every "
@@ -201,6 +203,10 @@ std::string_view to_string(LogLevel level) noexcept {
 std::span<const EnvironmentVariable> environment_variables() noexcept { return kVariables; }
 
 std::span<const std::string_view> log_subsystems() noexcept { return kLogSubsystems; }
+
+std::chrono::nanoseconds Environment::spin_time(bool has_core_for_every_rank) const noexcept {
+  return spin.value_or(has_core_for_every_rank ? kDefaultSpin : std::chrono::microseconds(0));
+}
 
 std::optional<std::string> Environment::read_host_id() { return lookup("PYDIST_HOST_ID"); }
 

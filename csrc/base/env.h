@@ -90,6 +90,8 @@ struct Environment {
 
   // Reads and validates the process's environment.
   [[nodiscard]] static Environment read();
+  // How long a waiter spins, where every local rank has a core of its own or not.
+  [[nodiscard]] std::chrono::nanoseconds spin_time(bool has_core_for_every_rank) const noexcept;
   // `host_id` alone: any text is valid.
   [[nodiscard]] static std::optional<std::string> read_host_id();
 };

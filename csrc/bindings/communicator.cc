@@ -407,7 +407,9 @@ GlooFactory adapt_factory(py::function factory) {
 CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
                             std::string name, double timeout, py::function factory,
                             const ProcessTuples& processes, double long_wait,
-                            const std::optional<CommunicatorPtr>& parent) {
+                            const std::optional<CommunicatorPtr>& parent,
+                            std::vector<std::string> interfaces,
+                            std::optional<std::string> address) {
   const std::chrono::milliseconds limit = milliseconds_in(timeout);
   const std::chrono::milliseconds long_limit = milliseconds_in(long_wait);
   GlooFactory adapted = adapt_factory(std::move(factory));
@@ -416,7 +418,8 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
   CheckHope hope = hope_of(known, parent);
   return for_python(with_staging(
       create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
-                               std::move(adapted), std::move(hope), long_limit, std::move(known))));
+                               std::move(adapted), std::move(hope), long_limit, std::move(known),
+                               {std::move(interfaces), std::move(address)})));
 }
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {
@@ -598,11 +601,13 @@ void bind_communicator(py::module_& module) {
       py::arg("name"), py::arg("timeout"), py::arg("factory"),
       py::arg("processes") = ProcessTuples(),
       py::arg("long_wait") = std::chrono::duration<double>(kLongWait).count(),
-      py::arg("parent") = py::none(),
+      py::arg("parent") = py::none(), py::arg("interfaces") = std::vector<std::string>(),
+      py::arg("address") = py::none(),
       "Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; "
       "`factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a "
       "datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an "
-      "operation that lasts for `long_wait` seconds.");
+      "operation that lasts for `long_wait` seconds. `interfaces`, or `address` where there are "
+      "none: by which the other ranks reach this one, beside gloo's own connections.");
 }
 
 }  // namespace pydist

@@ -182,4 +182,8 @@ JobSecret read_secret(const std::string& folder, const std::string& name) {
   }
 }
 
+std::uint64_t number_of_token(const std::string& token) {
+  return std::stoull(token.substr(0, 16), nullptr, 16) | 1;
+}
+
 }  // namespace pydist

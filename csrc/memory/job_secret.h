@@ -8,6 +8,7 @@
 
 #pragma once
 
+#include <cstdint>
 #include <string>
 #include <string_view>
 
@@ -56,5 +57,7 @@ class SecretFile {
 
 // A name that no other process has: 128 random bits in hexadecimal.
 [[nodiscard]] std::string random_token();
+// 64 bits of such a name, never 0.
+[[nodiscard]] std::uint64_t number_of_token(const std::string& token);
 
 }  // namespace pydist

@@ -134,7 +134,16 @@ class _Meeting:
             self.network.require_usable()
             factory = gloo_factory(self.network)
             made = _native.create_gloo(
-                store, self.rank, self.size, self.name, timeout_s, factory, known, parent=self.world
+                store,
+                self.rank,
+                self.size,
+                self.name,
+                timeout_s,
+                factory,
+                known,
+                parent=self.world,
+                interfaces=self.network.interfaces,
+                address=self.network.address,
             )
         made.timeout = timeout_s
         return made

@@ -207,6 +207,20 @@ void GlooChannel::barrier(Deadline deadline) {
   });
 }
 
+void GlooChannel::gather_records(const void* mine, void* all, std::size_t bytes,
+                                 Deadline deadline) {
+  if (control_) {
+    control_->all_gather(mine, all, bytes, deadline);
+  } else {
+    all_gather(mine, all, bytes, deadline);
+  }
+}
+
+void GlooChannel::use_control(std::unique_ptr<GlooControl> control) noexcept {
+  const std::lock_guard lock(end_mutex_);
+  control_ = std::move(control);
+}
+
 GlooChannel::Message GlooChannel::post_send(const void* data, std::size_t bytes, int peer,
                                             std::uint64_t tag) {
   return typed([&] {
@@ -263,6 +277,9 @@ void GlooChannel::close() noexcept {
   if (size_ == 1 || !backend_) {
     return;
   }
+  if (control_) {
+    control_->close();
+  }
   // gloo has no call for it, but a receive that runs out of time cuts all its connections. From
   // whom is of no matter, but that it starts: one from a peer that is gone fails before.
   for (int step = 1; step < size_; ++step) {
@@ -284,6 +301,7 @@ void GlooChannel::release() noexcept {
 void GlooChannel::abandon() noexcept {
   const std::lock_guard lock(end_mutex_);
   (void)backend_.release();
+  (void)control_.release();
 }
 
 }  // namespace pydist

@@ -19,6 +19,7 @@
 
 #include "base/deadline.h"
 #include "base/dtype.h"
+#include "c10d/gloo/gloo_control.h"
 
 namespace c10d {
 class Backend;
@@ -51,6 +52,11 @@ class GlooChannel {
                   const std::vector<std::int64_t>& output_bytes, Deadline deadline);
   void barrier(Deadline deadline);
 
+  // all_gather() of a few bytes from each rank: over connections of our own, once there are any.
+  void gather_records(const void* mine, void* all, std::size_t bytes, Deadline deadline);
+  // Those connections; before the first call of gather_records().
+  void use_control(std::unique_ptr<GlooControl> control) noexcept;
+
   // A message under way; the memory must stay until it has been waited for.
   struct MessageState;
   using Message = std::shared_ptr<MessageState>;
@@ -71,7 +77,8 @@ class GlooChannel {
   // Lets the backend go, which closes the connections; no operation may be under way or follow.
   void release() noexcept;
 
-  // The same without destroying it, where an operation is: the destructor would wait for it.
+  // The same without destroying it, where an operation is: the destructor would wait for it. Nor
+  // are the connections of our own, which such an operation may use.
   void abandon() noexcept;
 
  private:
@@ -80,6 +87,7 @@ class GlooChannel {
   c10::intrusive_ptr<c10d::Backend> backend_;
   // close() may be called by whatever fails the group, also while another thread lets it go.
   std::mutex end_mutex_;
+  std::unique_ptr<GlooControl> control_;  // may be null
   const int rank_;
   const int size_;
 };

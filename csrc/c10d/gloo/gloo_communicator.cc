@@ -18,6 +18,7 @@
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo/gloo_channel.h"
 #include "c10d/gloo/gloo_collectives.h"
+#include "c10d/gloo/gloo_control.h"
 #include "c10d/gloo/gloo_death_watch.h"
 #include "c10d/gloo/gloo_group.h"
 #include "c10d/gloo/gloo_meeting.h"
@@ -39,6 +40,8 @@ using std::chrono::milliseconds;
 
 // How long shutdown() waits for operations that it has cut off.
 constexpr std::chrono::seconds kShutdownPatience{5};
+// How long the connections may take over which ranks agree.
+constexpr std::chrono::seconds kControlPatience{5};
 // How long it waits until the others have been told of a failure.
 constexpr milliseconds kTellingPatience{500};
 
@@ -55,7 +58,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
  public:
   GlooCommunicator(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::string name,
                    milliseconds timeout, GlooFactory factory, CheckHope check_hope,
-                   Deadline meeting, milliseconds long_wait)
+                   Deadline meeting, milliseconds long_wait, GlooNode::Place place)
       : store_(std::move(store)),
         factory_(std::move(factory)),
         rank_(rank),
@@ -63,6 +66,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
         name_(std::move(name)),
         timeout_(timeout),
         long_wait_(long_wait),
+        place_(std::move(place)),
         group_(std::make_shared<GlooGroup>(
             factory_(poll_store(store_, GlooGroup::kNewsKey, std::move(check_hope), meeting), rank,
                      size, timeout),
@@ -178,7 +182,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
           auto store = c10::make_intrusive<c10d::PrefixStore>(name, store_);
           return create_gloo_communicator(store, rank, static_cast<int>(ranks.size()),
                                           std::move(name), timeout(), factory_, check_hope,
-                                          long_wait_, members);
+                                          long_wait_, members, place_);
         },
         [&](const std::string& split) {
           const std::optional<ToldError> told = GlooGroup::told_failure(*store_of(split));
@@ -247,25 +251,34 @@ class GlooCommunicator : public Communicator, public PeerNews {
   }
   void set_farewell(std::uint64_t done) noexcept override { group_->set_farewell(done); }
 
-  // Lets this rank know of the others' deaths. Collective; when it returns all ranks are connected:
-  // one that leaves before that is lost to those that still connect.
+  // Lets this rank know of the others' deaths, and connects them by connections of our own, too.
+  // Collective; when it returns all ranks are connected: one that leaves before
+  // that is lost to those that still connect.
   void meet(Deadline deadline) {
-    processes_.resize(static_cast<std::size_t>(size_));
-    ProcessIdentity& self = processes_[static_cast<std::size_t>(rank_)];
-    self = ProcessIdentity::own(Environment::read().host_id);
-    // Not as an operation of the group's: whoever makes it says who has not come.
-    const auto work = std::make_shared<Work>();
-    const bool is_posted = queue_.post([this, work, &self, deadline] {
-      finish_with(*work, [&] {
-        group_->channel.all_gather(&self, processes_.data(), sizeof self, deadline);
-        return -1;
-      });
-    });
-    PYDIST_CHECK(is_posted);  // nobody else has the group yet
-    work->wait();
+    const Environment environment = Environment::read();
+    Hello own{.process = ProcessIdentity::own(environment.host_id)};
+    std::unique_ptr<GlooControl> control = open_control(environment);
+    if (control) {
+      own.control = control->card(own.process.machine);
+    }
+    std::vector<Hello> hellos(static_cast<std::size_t>(size_));
+    gather(own, hellos, deadline);
+    std::vector<GlooControl::Card> cards;
+    for (const Hello& each : hellos) {
+      processes_.push_back(each.process);
+      cards.push_back(each.control);
+    }
     group_->know_processes(processes_);
+    if (control && !connects(*control, cards, deadline)) {
+      control = nullptr;
+    }
+    std::vector<std::uint8_t> has_control(static_cast<std::size_t>(size_));
+    gather(std::uint8_t{control != nullptr}, has_control, deadline);
+    if (std::count(has_control.begin(), has_control.end(), 0) == 0) {
+      group_->channel.use_control(std::move(control));
+    }
     try {
-      watch_ = std::make_unique<DeathWatch>(processes_, self, [this](std::size_t rank) {
+      watch_ = std::make_unique<DeathWatch>(processes_, own.process, [this](std::size_t rank) {
         group_->note_end_of(static_cast<int>(rank), processes_[rank].description());
       });
     } catch (const TransportError& error) {
@@ -286,6 +299,56 @@ class GlooCommunicator : public Communicator, public PeerNews {
   }
 
  private:
+  // What ranks that meet tell each other. Plain bytes.
+  struct Hello {
+    ProcessIdentity process;
+    GlooControl::Card control{};
+  };
+
+  // all[r] = what rank r says. Not as an operation of the group's: whoever makes it says who has
+  // not come.
+  template <typename Record>
+  void gather(const Record& own, std::vector<Record>& all, Deadline deadline) {
+    const auto work = std::make_shared<Work>();
+    const bool is_posted = queue_.post([&, work] {
+      finish_with(*work, [&] {
+        group_->channel.all_gather(&own, all.data(), sizeof own, deadline);
+        return -1;
+      });
+    });
+    PYDIST_CHECK(is_posted);  // nobody else has the group yet
+    work->wait();
+  }
+
+  // Null where the system gives none: the ranks then agree over gloo, which takes longer.
+  std::unique_ptr<GlooControl> open_control(const Environment& environment) const {
+    try {
+      return std::make_unique<GlooControl>(environment,
+                                           GlooNode::of_process(environment.network, place_));
+    } catch (const Error& error) {
+      tell_of_control(error);
+      return nullptr;
+    }
+  }
+  // Whether this rank has reached those that it needs.
+  bool connects(GlooControl& control, const std::vector<GlooControl::Card>& cards,
+                Deadline deadline) const {
+    try {
+      control.connect(rank_, cards, deadline.earlier_of(Deadline::in(kControlPatience)));
+      return true;
+    } catch (const Error& error) {
+      tell_of_control(error);
+      return false;
+    }
+  }
+  void tell_of_control(const Error& error) const {
+    log_line(LogLevel::kInfo,
+             join("the ranks of group '", name_,
+                  "' compare their calls over gloo, which takes longer than over connections of "
+                  "their own: ",
+                  error.what()));
+  }
+
   // That of a group that is split off.
   [[nodiscard]] StorePtr store_of(const std::string& split) const {
     return adapt_store(c10::make_intrusive<c10d::PrefixStore>(join(name_, "/", split), store_),
@@ -334,10 +397,9 @@ class GlooCommunicator : public Communicator, public PeerNews {
 
   static int run_collective(GlooGroup& group, const Operation& operation, Deadline deadline) {
     group.perform_collective(operation, [&] {
-      // It costs about one round trip of gloo's, which large operations do not notice.
       check_agreement(operation, group.channel.rank(), group.channel.size(),
                       [&](const void* mine, void* all, std::size_t bytes) {
-                        group.channel.all_gather(mine, all, bytes, deadline);
+                        group.channel.gather_records(mine, all, bytes, deadline);
                       });
       run_gloo_collective(group.channel, operation, deadline);
     });
@@ -381,6 +443,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
   const std::string name_;
   std::atomic<milliseconds> timeout_;
   const milliseconds long_wait_;
+  const GlooNode::Place place_;
   std::atomic<bool> is_shut_down_{false};
   Splits splits_;
   const std::shared_ptr<GlooGroup> group_;
@@ -396,7 +459,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
                                          std::string name, std::chrono::milliseconds timeout,
                                          GlooFactory factory, CheckHope check_hope,
                                          std::chrono::milliseconds long_wait,
-                                         KnownProcesses processes) {
+                                         KnownProcesses processes, GlooNode::Place place) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw InvalidUsage(join("Rank ", rank, " of ", size, " is not a rank of a group."));
   }
@@ -417,7 +480,7 @@ CommunicatorPtr create_gloo_communicator(c10::intrusive_ptr<c10d::Store> store, 
   const auto connect = [&] {
     communicator = std::make_shared<GlooCommunicator>(
         store, rank, size, name, timeout, factory, [meeting] { meeting->check_hope(); }, deadline,
-        long_wait);
+        long_wait, std::move(place));
   };
   if (size == 1) {
     connect();

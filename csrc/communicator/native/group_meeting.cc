@@ -40,11 +40,6 @@ std::string words_of(const std::string& what) {
 // How often a rank that waits for another one to answer looks whether anybody has failed.
 constexpr std::chrono::milliseconds kNewsInterval{50};
 
-// Of a group, for frames: its token is 128 random bits in hexadecimal.
-std::uint64_t number_of(const std::string& token) {
-  return std::stoull(token.substr(0, 16), nullptr, 16) | 1;
-}
-
 // The verdict on a group that stands. No complaint is like it.
 constexpr const char* kStands = "stands";
 
@@ -456,7 +451,7 @@ class Meeting {
 
   void join_hosts(const std::string& token) {
     membership_.remote = std::make_shared<RemoteRanks>(
-        rank_, placement_, number_of(token), token, *membership_.endpoint, memory_.group(),
+        rank_, placement_, number_of_token(token), token, *membership_.endpoint, memory_.group(),
         RemoteRanks::Lanes{memory_.messages(), memory_.collectives()}, membership_.peers);
     FirstConnections connections(*membership_.endpoint->network(), rank_, placement_,
                                  membership_.peers, deadline_);

@@ -11,11 +11,9 @@
 namespace pydist {
 namespace {
 
-constexpr std::chrono::microseconds kDefaultSpin{50};
-
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 8;
+constexpr int kSharedLayout = 9;
 
 }  // namespace
 
@@ -65,9 +63,6 @@ void check_introductions(const std::vector<Introduction>& ranks, const KnownProc
 
 std::chrono::nanoseconds spin_time(const Environment& environment,
                                    const std::vector<Introduction>& ranks) {
-  if (environment.spin) {
-    return *environment.spin;
-  }
   std::vector<std::vector<int>> allowed;
   std::optional<double> quota;
   for (const Introduction& each : ranks) {
@@ -76,8 +71,7 @@ std::chrono::nanoseconds spin_time(const Environment& environment,
       quota = std::min(quota.value_or(*each.card.processor_quota), *each.card.processor_quota);
     }
   }
-  return has_core_for_every_rank(allowed, quota) ? std::chrono::nanoseconds(kDefaultSpin)
-                                                 : std::chrono::nanoseconds::zero();
+  return environment.spin_time(has_core_for_every_rank(allowed, quota));
 }
 
 }  // namespace pydist
