@@ -298,7 +298,7 @@ PreparedCase prepare(const Case& what, int size, SummationOrder order,
   }
   const bool rings = order == SummationOrder::kRing && ring_supports(what.kind);
   Bytes reduced;
-  if (what.kind == OpKind::kAllReduce && !hosts.empty()) {
+  if ((what.kind == OpKind::kAllReduce || what.kind == OpKind::kReduce) && !hosts.empty()) {
     reduced = combined_by_hosts(what, block_of_all(0), hosts);
   } else if (what.kind == OpKind::kAllReduce || what.kind == OpKind::kReduce) {
     reduced = rings ? combined_in_ring_order(what, block_of_all(0))
@@ -316,8 +316,10 @@ PreparedCase prepare(const Case& what, int size, SummationOrder order,
         }
         break;
       case OpKind::kReduceScatter:
-        out[rank] = {combined_block(what, order, block_of_all(rank),
-                                    rings ? (static_cast<int>(rank) + 1) % size : 0)};
+        out[rank] = {!hosts.empty()
+                         ? combined_by_hosts(what, block_of_all(rank), hosts)
+                         : combined_block(what, order, block_of_all(rank),
+                                          rings ? (static_cast<int>(rank) + 1) % size : 0)};
         break;
       case OpKind::kAllGather:
         out[rank] = block_of_all(0);

@@ -79,7 +79,7 @@ struct PreparedCase {
   std::vector<std::vector<Bytes>> outputs;  // what must come out
 };
 
-// `hosts`: where an all_reduce is first of the ranks of each host and then of the hosts, the host
+// `hosts`: where a reduction is first of the ranks of each host and then of the hosts, the host
 // of each rank; otherwise empty.
 [[nodiscard]] PreparedCase prepare(const Case& what, int size, SummationOrder order,
                                    const std::vector<int>& hosts = {});

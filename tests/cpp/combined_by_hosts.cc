@@ -23,7 +23,6 @@ Bytes combined_by_hosts(const Case& what, std::span<const Bytes> inputs,
   const bool is_mean = what.op == ReduceOp::kMean;
   const bool is_scaled = is_mean && type == DType::kFloat16;
   const double power = std::bit_ceil(inputs.size());
-  std::vector<std::vector<std::byte>> travelled;
   std::vector<std::vector<std::byte>> sums;
   const int last = *std::max_element(hosts.begin(), hosts.end());
   std::vector<const void*> all_sums;
@@ -34,19 +33,20 @@ Bytes combined_by_hosts(const Case& what, std::span<const Bytes> inputs,
       if (hosts[rank] != host) {
         continue;
       }
-      const std::byte* source = inputs[rank]->data();
-      if (what.wire_dtype) {
-        auto& narrow = travelled.emplace_back(count * element_size(type));
-        narrow_from_float32(type, reinterpret_cast<const float*>(source), narrow.data(), count);
-        source = narrow.data();
-      }
-      sources.push_back(source);
+      sources.push_back(inputs[rank]->data());
       factors.push_back(is_scaled ? 1.0 / power : premul_factor(static_cast<int>(rank)));
     }
-    auto& sum = sums.emplace_back(count * element_size(type));
-    void* const target = sum.data();
+    std::vector<std::byte> unrounded(count * element_size(what.dtype));
+    void* const target = unrounded.data();
     const ReduceOp op = is_scaled ? ReduceOp::kPremulSum : is_mean ? ReduceOp::kSum : what.op;
-    reduce({type, op, 1.0, factors}, sources, {&target, 1}, count);
+    reduce({what.dtype, op, 1.0, factors}, sources, {&target, 1}, count);
+    auto& sum = sums.emplace_back(count * element_size(type));
+    if (what.wire_dtype) {
+      narrow_from_float32(type, reinterpret_cast<const float*>(unrounded.data()), sum.data(),
+                          count);
+    } else {
+      sum = std::move(unrounded);
+    }
   }
   for (const auto& sum : sums) {
     all_sums.push_back(sum.data());

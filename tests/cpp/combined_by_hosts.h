@@ -1,4 +1,4 @@
-// What an all_reduce must give where each host reduces first, and then the hosts.
+// What a reduction must give where each host reduces first, and then the hosts.
 
 #pragma once
 

@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <numeric>
 #include <span>
 #include <string>
 #include <utility>
 
+#include "collectives/ring.h"
 #include "collectives/shared_memory/route.h"
 #include "memory/shared_segment.h"
 #include "ranks.h"
@@ -28,11 +30,15 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   std::vector<PreparedCase> prepared;
   for (const Case& what : cases) {
     // Small ones are sent to all ranks, each of which combines them.
-    const std::size_t bytes =
-        what.counts.at(0) * element_size(what.wire_dtype.value_or(what.dtype));
+    const std::size_t elements =
+        what.kind == OpKind::kReduceScatter
+            ? std::accumulate(what.counts.begin(), what.counts.end(), std::size_t{0})
+            : what.counts.at(0);
+    const std::size_t bytes = elements * element_size(what.wire_dtype.value_or(what.dtype));
     const bool is_small =
         size == 1 || bytes <= one_shot_limit(what.kind, size, round_up(chunk_bytes, page_bytes()));
-    const bool goes_by_hosts = !hosts.empty() && algorithm == AlgorithmChoice::kAuto && !is_small;
+    const bool goes_by_ring = algorithm == AlgorithmChoice::kRing && ring_supports(what.kind);
+    const bool goes_by_hosts = !hosts.empty() && !goes_by_ring && !is_small;
     prepared.push_back(
         prepare(what, size, order_of(algorithm), goes_by_hosts ? hosts : HostsOfRanks()));
   }

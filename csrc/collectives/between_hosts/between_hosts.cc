@@ -1,5 +1,6 @@
 #include "collectives/between_hosts/between_hosts.h"
 
+#include "collectives/between_hosts/blocks_by_hosts.h"
 #include "collectives/between_hosts/by_hosts.h"
 #include "collectives/between_hosts/exchange.h"
 #include "collectives/call_mismatch.h"
@@ -34,6 +35,12 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
   } else if (call.kind == OpKind::kAllReduce && has_hosts_of_several_ranks(placement) &&
              fits_by_hosts(channels, placement)) {
     co_await all_reduce_by_hosts(run, channels, placement);
+  } else if ((call.kind == OpKind::kReduceScatter || call.kind == OpKind::kReduce) &&
+             has_hosts_of_several_ranks(placement)) {
+    co_await reduce_blocks_by_hosts(run, channels, placement);
+  } else if ((call.kind == OpKind::kAllGather || call.kind == OpKind::kBroadcast) &&
+             has_hosts_of_several_ranks(placement)) {
+    co_await spread_blocks_by_hosts(run, channels, placement);
   } else if (has_op(call.kind)) {
     co_await exchange_and_reduce(run, channels);
   } else {

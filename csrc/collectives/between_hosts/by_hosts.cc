@@ -5,8 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "collectives/between_hosts/host_sums.h"
 #include "collectives/between_hosts/segments.h"
-#include "collectives/float16_overflow.h"
 #include "collectives/slices.h"
 
 namespace pydist {
@@ -15,41 +15,6 @@ namespace {
 // How many steps a station inside a host comes after the one before: what passes between ranks of a
 // host is there at once.
 constexpr std::size_t kAheadOnHost = 1;
-
-// The two reductions that make up the call's: of the ranks of a host, and of the hosts.
-class Reductions {
- public:
-  explicit Reductions(const Collective& run, const Placement& placement, int host)
-      : type_(run.wire().dtype()), size_(run.size()) {
-    const ReduceOp op = run.call().op;
-    on_host_ = of_hosts_ = op;
-    if (is_scaled_mean(op, type_)) {
-      const ScaledMean mean = scaled_mean(size_);
-      on_host_ = ReduceOp::kPremulSum;
-      factors_.assign(placement.ranks_on(host).size(), mean.factor);
-      divisor_ = mean.divisor;
-    } else if (op == ReduceOp::kMean) {
-      on_host_ = ReduceOp::kSum;
-      divisor_ = size_;
-    } else if (op == ReduceOp::kPremulSum) {
-      of_hosts_ = ReduceOp::kSum;
-      for (const int rank : placement.ranks_on(host)) {
-        factors_.push_back(run.group().detail(rank).factor);
-      }
-    }
-  }
-
-  [[nodiscard]] Reduction on_host() const { return {type_, on_host_, 1.0, factors_}; }
-  [[nodiscard]] Reduction of_hosts() const { return {type_, of_hosts_, divisor_, {}}; }
-
- private:
-  DType type_;
-  int size_;
-  ReduceOp on_host_;
-  ReduceOp of_hosts_;
-  double divisor_ = 1.0;
-  std::vector<double> factors_;
-};
 
 // Where each lane's pieces lie.
 class Pieces {
@@ -86,10 +51,9 @@ struct Lanes {
         host(the_placement.host_of(the_run.me())),
         mine(the_placement.index_on_host(the_run.me())),
         drives(mine < pieces.lanes()),
-        elements(the_channels.slot_bytes() / the_run.slot_element_bytes() /
+        elements(the_channels.slot_bytes() / the_run.element_bytes() /
                  static_cast<std::size_t>(the_placement.hosts())),
-        reductions(the_run, the_placement, host),
-        travelling(the_run.wire().dtype(), the_run.wire().dtype()),
+        host_sums(the_run, the_placement),
         own_sums(the_channels.window() + 1),
         input(the_run.call().inputs[0].data),
         output(the_run.call().outputs[0].data) {
@@ -113,19 +77,21 @@ struct Lanes {
   [[nodiscard]] int driver(int its_host, int lane) const {
     return placement.ranks_on(its_host)[static_cast<std::size_t>(lane)];
   }
-  // Puts the parts of a lane side by side into a slot, as they travel.
+  // Puts the parts of a lane side by side into a slot.
   void put_bundle(std::byte* slot, std::byte* buffer, int lane, std::size_t step) const {
     for (int each = 0; each < placement.hosts(); ++each) {
       const Block from = part(buffer, lane, each, step);
-      run.put(slot, from.data, from.count);
-      slot += run.slot_bytes(from.count);
+      if (from.count != 0) {
+        std::memcpy(slot, from.data, run.bytes(from.count));
+        slot += run.bytes(from.count);
+      }
     }
   }
   void take_bundle(const std::byte* slot, int lane, std::size_t step) const {
     for (int each = 0; each < placement.hosts(); ++each) {
       const Block to = part(output, lane, each, step);
-      run.take(to.data, slot, to.count);
-      slot += run.slot_bytes(to.count);
+      run.copy(to.data, slot, to.count);
+      slot += run.bytes(to.count);
     }
   }
   [[nodiscard]] std::vector<std::byte>& own_sum(std::size_t step) {
@@ -140,8 +106,7 @@ struct Lanes {
   const int mine;     // this rank among those of its host
   const bool drives;  // lane `mine`
   const std::size_t elements;
-  const Reductions reductions;
-  const Wire travelling;                         // between what already travels
+  HostSums host_sums;
   std::vector<std::vector<std::byte>> own_sums;  // of this host for its own piece, by step
   std::byte* const input;
   std::byte* const output;
@@ -157,7 +122,7 @@ Task give_to_host(Lanes& lanes, std::size_t step) {
     SendChannel& channel = lanes.channels.to(driver);
     co_await channel.until_free();
     lanes.put_bundle(channel.slot(), lanes.input, lane, step);
-    channel.send(lanes.run.slot_bytes(lanes.bundle(lane, step)));
+    channel.send(lanes.run.bytes(lanes.bundle(lane, step)));
   }
 }
 
@@ -165,7 +130,7 @@ Task give_to_host(Lanes& lanes, std::size_t step) {
 Task send_sums_of_host(Lanes& lanes, std::size_t step) {
   const Collective& run = lanes.run;
   const std::span<const int> ranks = lanes.placement.ranks_on(lanes.host);
-  const std::size_t bytes = run.slot_bytes(lanes.bundle(lanes.mine, step));
+  const std::size_t bytes = run.bytes(lanes.bundle(lanes.mine, step));
   if (bytes == 0) {
     co_return;
   }
@@ -195,12 +160,11 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
     for (std::size_t index = 0; index < ranks.size(); ++index) {
       sources[index] = bundles[index] == nullptr ? own.data : bundles[index] + offset;
     }
-    run.wire().combine(lanes.reductions.on_host(), sources, static_cast<std::size_t>(lanes.mine),
-                       sum, nullptr, own.count);
+    lanes.host_sums.combine_ranks(sources, sum, own.count);
     if (channel != nullptr) {
       channel->send(run.slot_bytes(own.count));
     }
-    offset += run.slot_bytes(own.count);
+    offset += run.bytes(own.count);
   }
   for (const int rank : ranks) {
     if (rank != run.me()) {
@@ -227,15 +191,7 @@ Task send_results(Lanes& lanes, std::size_t step) {
       sums.push_back(received(channel, bytes));
     }
   }
-  const auto own = static_cast<std::size_t>(lanes.host);
-  if (run.wire().converts()) {
-    std::byte* const narrow = lanes.own_sum(step).data();
-    lanes.travelling.combine(lanes.reductions.of_hosts(), sums, own, narrow, nullptr, result.count);
-    run.take(result.data, narrow, result.count);
-  } else {
-    lanes.travelling.combine(lanes.reductions.of_hosts(), sums, own, nullptr, result.data,
-                             result.count);
-  }
+  lanes.host_sums.combine_hosts(sums, lanes.own_sum(step).data(), result.data, result.count);
   for (int host = 0; host < lanes.placement.hosts(); ++host) {
     if (host == lanes.host) {
       continue;
@@ -265,7 +221,7 @@ Task spread_on_host(Lanes& lanes, std::size_t step) {
       channel.release();
     }
   }
-  const std::size_t bytes = run.slot_bytes(lanes.bundle(lanes.mine, step));
+  const std::size_t bytes = run.bytes(lanes.bundle(lanes.mine, step));
   for (const int rank : lanes.placement.ranks_on(lanes.host)) {
     if (rank != run.me() && bytes != 0) {
       SendChannel& channel = lanes.channels.to(rank);
@@ -280,7 +236,7 @@ Task spread_on_host(Lanes& lanes, std::size_t step) {
 Task take_from_host(Lanes& lanes, std::size_t step) {
   for (int lane = 0; lane < lanes.pieces.lanes(); ++lane) {
     const int driver = lanes.driver(lanes.host, lane);
-    const std::size_t bytes = lanes.run.slot_bytes(lanes.bundle(lane, step));
+    const std::size_t bytes = lanes.run.bytes(lanes.bundle(lane, step));
     if (driver != lanes.run.me() && bytes != 0) {
       ReceiveChannel& channel = lanes.channels.from(driver);
       co_await channel.until_received();

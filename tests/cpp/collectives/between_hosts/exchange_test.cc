@@ -148,7 +148,7 @@ struct ExchangedBuffers {
 };
 
 // `count` elements of a block, or of the buffer.
-std::vector<Call> calls_on(OpKind kind, std::size_t count, bool is_in_place,
+std::vector<Call> calls_on(OpKind kind, std::size_t count, int root, bool is_in_place,
                            std::vector<ExchangedBuffers>& buffers) {
   const int size = static_cast<int>(buffers.size());
   const bool sends_blocks = kind == OpKind::kReduceScatter || kind == OpKind::kAllToAll;
@@ -165,15 +165,26 @@ std::vector<Call> calls_on(OpKind kind, std::size_t count, bool is_in_place,
     own.inputs = {{own.input.data(), sent, DType::kFloat32}};
     own.outputs = {
         {(is_in_place && sent == got ? own.input : own.output).data(), got, DType::kFloat32}};
-    calls.push_back({kind, DType::kFloat32, DType::kFloat32, ReduceOp::kSum, 0, 1.0,
+    if (kind == OpKind::kReduce && rank != root) {
+      own.outputs.clear();
+    }
+    if (kind == OpKind::kBroadcast) {
+      (rank == root ? own.outputs : own.inputs).clear();
+    }
+    calls.push_back({kind, DType::kFloat32, DType::kFloat32, ReduceOp::kSum, root, 1.0,
                      Blocks(own.inputs, sends_blocks ? size : 1),
                      Blocks(own.outputs, gets_blocks ? size : 1), count});
   }
   return calls;
 }
 
-float expected_at(OpKind kind, std::size_t count, int size, int rank, std::size_t index) {
+float expected_at(const Call& call, int size, int rank, std::size_t index) {
+  const OpKind kind = call.kind;
+  const std::size_t count = call.count;
   const std::size_t mine = index_of(rank) * count;
+  if (kind == OpKind::kBroadcast) {
+    return number(call.root, index);
+  }
   if (kind == OpKind::kAllGather) {
     return number(static_cast<int>(index / count), index % count);
   }
@@ -195,18 +206,22 @@ TEST_P(ExchangeTest, EndsInTheRightValuesWhateverTheOrder) {
   std::mt19937 random(11);
   for (const std::size_t count : {0, 1, 70, 200, 997, 3001}) {
     for (int repeat = 0; repeat < 4; ++repeat) {
-      for (const OpKind kind :
-           {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather, OpKind::kAllToAll}) {
+      for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                                OpKind::kAllToAll, OpKind::kReduce, OpKind::kBroadcast}) {
         // Whole numbers, each exact in float32, and so are their sums.
         std::vector<ExchangedBuffers> buffers(index_of(size));
-        const bool is_in_place = kind == OpKind::kAllReduce && repeat % 2 == 0;
-        ASSERT_TRUE(ranks.run(calls_on(kind, count, is_in_place, buffers), random))
-            << "the ranks wait in a circle";
+        const bool is_in_place = has_op(kind) && kind != OpKind::kReduceScatter && repeat % 2 == 0;
+        const int root = has_root(kind) ? repeat % size : 0;
+        const std::vector<Call> calls = calls_on(kind, count, root, is_in_place, buffers);
+        ASSERT_TRUE(ranks.run(calls, random)) << "the ranks wait in a circle";
         for (int rank = 0; rank < size; ++rank) {
+          if (buffers[index_of(rank)].outputs.empty()) {
+            continue;
+          }
           const Buffer& result = buffers[index_of(rank)].outputs[0];
           for (std::size_t index = 0; index < result.count; ++index) {
             ASSERT_EQ(static_cast<const float*>(result.data)[index],
-                      expected_at(kind, count, size, rank, index))
+                      expected_at(calls[index_of(rank)], size, rank, index))
                 << to_string(kind) << " of " << count << ", rank " << rank << ", element " << index;
           }
         }
