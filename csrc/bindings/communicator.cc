@@ -269,6 +269,7 @@ py::dict capabilities(const Communicator& self) {
   py::dict result;
   result["backend"] = capabilities.backend;
   result["devices"] = devices;
+  result["spans_hosts"] = capabilities.spans_hosts;
   result["symmetric_memory"] = capabilities.symmetric_memory;
   result["any_source"] = capabilities.any_source;
   result["ragged"] = capabilities.ragged;

@@ -52,6 +52,7 @@ using MemoryPtr = std::shared_ptr<Memory>;
 struct Capabilities {
   std::string backend;
   std::vector<Device> devices;
+  bool spans_hosts = false;  // its ranks are on several, as the engine tells hosts apart
   bool symmetric_memory = false;
   bool any_source = false;
   bool ragged = false;  // blocks of different sizes in all_gather, gather and all_to_all

@@ -109,7 +109,7 @@ using Planner = std::function<BucketPlan(const ArrivalOrder::Expected& expected,
 
 struct ReducerOptions {
   bool sums = false;  // rather than averages
-  // The type in which float32 gradients travel, if another.
+  // The type in which float32 gradients travel between hosts, if another.
   std::optional<DType> wire_dtype;
   bool measures_link = true;
   // Compares the gradients of all ranks, bit by bit, after every round.

@@ -23,6 +23,12 @@ std::atomic<std::uint64_t> next_place = 0;
 
 constexpr std::uint64_t kFirstRound = 1;
 
+// On one host nothing is gained from rounding.
+std::optional<DType> wire_dtype_for(const Communicator& communicator,
+                                    const ReducerOptions& options) {
+  return communicator.capabilities().spans_hosts ? options.wire_dtype : std::nullopt;
+}
+
 // Calls collectives that the other ranks have come to, or will. Where the system keeps this rank
 // from starting one (no thread is left), that ends the group: nobody can go on, or is to wait.
 template <typename Function>
@@ -80,7 +86,7 @@ Reducer::Reducer(CommunicatorPtr communicator, Planner planner,
       place_(next_place.fetch_add(1)),
       arena_(communicator_, /*lends=*/!options_.gradients_are_views),
       order_(0),
-      operations_(communicator_, arena_, options_.wire_dtype),
+      operations_(communicator_, arena_, wire_dtype_for(*communicator_, options_)),
       policy_(std::make_unique<CommunicatorPolicy>(operations_)),
       openings_(communicator_->rank(), communicator_->size()),
       votes_(communicator_->rank(), communicator_->size()) {

@@ -3,6 +3,7 @@
 Every rank computes the reference itself: the same model, on the batches of all ranks.
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -48,9 +49,18 @@ def run_on_each(ranks: Ranks) -> Runner:
     return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
-def joined() -> tuple[int, int]:
-    """Joins the job; returns this process's rank and the number of ranks."""
+def joined(ranks_of_a_host: int | None = None) -> tuple[int, int]:
+    """Joins the job; returns this process's rank and the number of ranks.
+
+    Args:
+        ranks_of_a_host: how many ranks count as of one host, each of which the engine connects with
+            the others by TCP; None: all are of this one.
+    """
     torch.set_num_threads(1)
+    # A process runs one test after the other.
+    os.environ.pop("PYDIST_HOST_ID", None)
+    if ranks_of_a_host is not None:
+        os.environ["PYDIST_HOST_ID"] = f"host {int(os.environ['RANK']) // ranks_of_a_host}"
     pydist.init()
     return pydist.rank(), pydist.world_size()
 

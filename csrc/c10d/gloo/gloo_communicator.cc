@@ -88,6 +88,9 @@ class GlooCommunicator : public Communicator, public PeerNews {
     return {
         .backend = "gloo",
         .devices = {Device{}},
+        .spans_hosts = std::any_of(
+            processes_.begin(), processes_.end(),
+            [this](const auto& each) { return each.machine != processes_.front().machine; }),
         .symmetric_memory = false,
         .any_source = true,
         .ragged = true,

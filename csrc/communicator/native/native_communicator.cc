@@ -128,7 +128,8 @@ class NativeCommunicator final : public Communicator,
     Capabilities can;
     can.backend = "native";
     can.devices = {Device{}};
-    can.symmetric_memory = remote_ == nullptr;
+    can.spans_hosts = remote_ != nullptr;
+    can.symmetric_memory = !can.spans_hosts;
     can.any_source = true;
     can.ragged = true;
     can.wire_dtypes.assign(kWireDTypes.begin(), kWireDTypes.end());
@@ -141,7 +142,7 @@ class NativeCommunicator final : public Communicator,
         : pins_ring ? "Elements are combined in ring order, which depends on where they lie in "
                       "the buffer"
                     : "Elements are combined in rank order 0 to p-1; those of a large "
-                      "all_reduce first on each host and then in the order of hosts, and each "
+                      "reduction first on each host and then in the order of hosts, and each "
                       "host's sum is rounded",
         "; float16 and bfloat16 accumulate in float32 and are rounded once; a mean divides "
         "the sum once.");

@@ -187,7 +187,7 @@ def test_joining_before_hooks(run: Runner, by_world_size: bool, reduction: str) 
 
 
 def weigh_compressed(compress: Any, reduction: Any) -> None:
-    rank, size = joined()
+    rank, size = joined(ranks_of_a_host=1)
     linear = nn.Linear(40, 1, bias=False)
     model = pydist.DataParallel(linear, compress=compress, reduction=reduction)
     inputs = [batch(r, 1, 40, dtype=torch.float32) for r in range(size)]
@@ -215,7 +215,7 @@ def test_weights_in_16_bits(run: Runner, compress: str, reduction: str) -> None:
 
 def shard_compressed() -> None:
     """Shards that travel in 16 bits, weighted."""
-    rank, size = joined()
+    rank, size = joined(ranks_of_a_host=1)
     model = pydist.DataParallel(nn.Linear(40, 1, bias=False), compress="bf16")
     optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
     before = model.weight.detach().clone()

@@ -19,7 +19,7 @@ class Three(nn.ModuleDict):
 
 
 def average_compressed(compress: str, reduction: str) -> None:
-    rank, size = joined()
+    rank, size = joined(ranks_of_a_host=1)
     module = Three(
         {
             "one": nn.Linear(40, 1, bias=False),
@@ -60,6 +60,46 @@ def average_compressed(compress: str, reduction: str) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_compressed_gradients(run_on_each: Runner, compress: str, reduction: str) -> None:
     run_on_each(average_compressed, compress, reduction)
+
+
+def average_on_one_host(compress: str) -> None:
+    """In the bits of a model that nothing is said of."""
+    rank, size = joined()
+    gradients = []
+    for choice in (compress, None):
+        torch.manual_seed(1)
+        model = pydist.DataParallel(nn.Linear(300, 70), compress=choice)
+        model(batch(rank, 3, 300, dtype=torch.float32)).square().mean().backward()
+        gradients.append(model.module.weight.grad)
+    assert torch.equal(*gradients)
+    narrow = gradients[0].to(DTYPES[compress]).float()
+    assert size == 1 or not torch.equal(narrow, gradients[0])
+
+
+@pytest.mark.parametrize("compress", list(DTYPES))
+def test_on_one_host_nothing_is_rounded(run_on_each: Runner, compress: str) -> None:
+    run_on_each(average_on_one_host, compress)
+
+
+def average_large() -> None:
+    """Of hosts with one rank and with two: what crosses is rounded, the sums of a host are not."""
+    rank, size = joined(ranks_of_a_host=2)
+    host_of = [r // 2 for r in range(size)]
+    model = pydist.DataParallel(nn.Linear(60_000, 1, bias=False), compress="bf16", reduction="sum")
+    inputs = [batch(r, 1, 60_000, dtype=torch.float32) for r in range(size)]
+    model(inputs[rank]).sum().backward()
+    total = torch.zeros(1, 60_000)
+    for host in sorted(set(host_of)):
+        sums = torch.zeros(1, 60_000)
+        for r in range(size):
+            sums += inputs[r] * (host_of[r] == host)
+        total += sums.to(torch.bfloat16).float()
+    assert torch.equal(model.module.weight.grad, total.to(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize("backend", ["native"], scope="module")
+def test_a_hosts_sum_is_rounded_when_it_leaves(run_on_each: Runner) -> None:
+    run_on_each(average_large)
 
 
 def refuse() -> None:
