@@ -17,14 +17,16 @@ bool Communicator::takes(DeviceType type) const {
 int Communicator::run(Operation&& operation) {
   const OpKind kind = operation.kind;
   const WorkPtr work = submit(std::move(operation));
-  work->wait_or_end([&] {
-    Blame own = culprit(rank(), "was interrupted");
-    own.operation = join(to_string(kind), " of group '", name(), "'");
-    abort(Aborted(
-        join("rank ", rank(), " was interrupted in ", own.operation, " (", kWhatInterrupts, ")."),
-        own));
-  });
+  work->wait_or_end([&] { abort_interrupted(kind); });
   return work->source_rank();
+}
+
+void Communicator::abort_interrupted(OpKind kind) {
+  Blame own = culprit(rank(), "was interrupted");
+  own.operation = join(to_string(kind), " of group '", name(), "'");
+  abort(Aborted(
+      join("rank ", rank(), " was interrupted in ", own.operation, " (", kWhatInterrupts, ")."),
+      own));
 }
 
 std::vector<WorkPtr> Communicator::submit_grouped(std::vector<Operation> operations) {

@@ -118,6 +118,8 @@ class Communicator {
   // since the caller gets its buffers back. The operation is moved from where it has to be kept.
   virtual int run(Operation&& operation);
   int run(const Operation& operation) { return run(Operation(operation)); }
+  // For run(): aborts the group because the user has ended the wait for an operation.
+  void abort_interrupted(OpKind kind);
 
   // Collective: every rank of the group calls with the same size, in the same order relative to
   // the group's other collectives. Zero bytes are allowed.

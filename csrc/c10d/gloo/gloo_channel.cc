@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interruption.h"
 #include "c10d/tensors.h"
 
 namespace pydist {
@@ -126,8 +127,34 @@ void GlooChannel::all_reduce_sum(void* data, std::size_t count, DType dtype, Dea
     std::vector<at::Tensor> tensors{at::from_blob(data, {elements}, scalar_type_of(dtype))};
     c10d::AllreduceOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->allreduce(tensors, options)->wait();
+    wait_for(backend().allreduce(tensors, options), deadline);
   });
+}
+
+c10d::Backend& GlooChannel::backend() const {
+  if (!backend_) {
+    throw Aborted("The group was shut down while the operation was under way.");
+  }
+  return *backend_;
+}
+
+void GlooChannel::wait_for(const c10::intrusive_ptr<c10d::Work>& work, Deadline deadline) const {
+  if (!look_) {
+    work->wait();
+    return;
+  }
+  while (true) {
+    try {
+      work->wait(std::min<milliseconds>(kInterruptionInterval, timeout_of(deadline)));
+      return;
+    } catch (const std::exception&) {
+      // Its own time-out ends the operation, too.
+      if (work->isCompleted()) {
+        throw;
+      }
+    }
+    look_();
+  }
 }
 
 void GlooChannel::copy_own_block(const void* input, void* output, std::size_t bytes) const {
@@ -153,7 +180,7 @@ void GlooChannel::all_gather(const void* input, void* output, std::size_t bytes,
         bytes_at(static_cast<std::byte*>(output) + static_cast<std::size_t>(rank_) * bytes, bytes);
     c10d::AllgatherOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->_allgather_base(gathered, own, options)->wait();
+    wait_for(backend()._allgather_base(gathered, own, options), deadline);
   });
 }
 
@@ -166,7 +193,7 @@ void GlooChannel::broadcast(void* data, std::size_t bytes, int root, Deadline de
     c10d::BroadcastOptions options;
     options.rootRank = root;
     options.timeout = timeout_of(deadline);
-    backend_->broadcast(tensors, options)->wait();
+    wait_for(backend().broadcast(tensors, options), deadline);
   });
 }
 
@@ -192,7 +219,8 @@ void GlooChannel::all_to_all(const void* input, const std::vector<std::int64_t>&
     std::vector<std::int64_t> source_splits = input_bytes;
     c10d::AllToAllOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->alltoall_base(target, source, target_splits, source_splits, options)->wait();
+    wait_for(backend().alltoall_base(target, source, target_splits, source_splits, options),
+             deadline);
   });
 }
 
@@ -203,14 +231,14 @@ void GlooChannel::barrier(Deadline deadline) {
   typed([&] {
     c10d::BarrierOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->barrier(options)->wait();
+    wait_for(backend().barrier(options), deadline);
   });
 }
 
 void GlooChannel::gather_records(const void* mine, void* all, std::size_t bytes,
                                  Deadline deadline) {
   if (control_) {
-    control_->all_gather(mine, all, bytes, deadline);
+    control_->all_gather(mine, all, bytes, deadline, look_);
   } else {
     all_gather(mine, all, bytes, deadline);
   }
@@ -226,7 +254,7 @@ GlooChannel::Message GlooChannel::post_send(const void* data, std::size_t bytes,
   return typed([&] {
     std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
     return std::make_shared<MessageState>(
-        MessageState{backend_->send(tensors, peer, static_cast<int>(tag))});
+        MessageState{backend().send(tensors, peer, static_cast<int>(tag))});
   });
 }
 
@@ -235,8 +263,8 @@ GlooChannel::Message GlooChannel::post_recv(void* data, std::size_t bytes, int p
   return typed([&] {
     std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
     return std::make_shared<MessageState>(
-        MessageState{peer < 0 ? backend_->recvAnysource(tensors, static_cast<int>(tag))
-                              : backend_->recv(tensors, peer, static_cast<int>(tag))});
+        MessageState{peer < 0 ? backend().recvAnysource(tensors, static_cast<int>(tag))
+                              : backend().recv(tensors, peer, static_cast<int>(tag))});
   });
 }
 

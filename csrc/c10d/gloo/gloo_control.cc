@@ -152,7 +152,8 @@ FrameHeader GlooControl::header_for(FrameKind kind, int receiver) const noexcept
   return header;
 }
 
-void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline) {
+void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline,
+                             const std::function<void()>& look) {
   PYDIST_CHECK(bytes <= kMostRecordBytes);
   const auto ranks = links_.size();
   const auto own = static_cast<std::size_t>(rank_);
@@ -172,7 +173,7 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
     FrameHeader header = header_for(FrameKind::kEager, static_cast<int>(to));
     header.number = number;
     links_[to]->send(header, {blocks.data(), count * bytes});
-    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline);
+    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline, look);
     if (got.size() != count * bytes) {
       throw TransportError(join("rank ", from, " has sent ", got.size(),
                                 " bytes of records instead of ", count * bytes, "."));
@@ -185,7 +186,8 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
   }
 }
 
-std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Deadline deadline) {
+std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Deadline deadline,
+                                          const std::function<void()>& look) {
   const Deadline spin_end = Deadline::in(spin_);
   bool spins = spin_.count() != 0;
   std::unique_lock lock(mutex_);
@@ -212,6 +214,11 @@ std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Dead
       continue;
     }
     changed_.wait_until(lock, deadline.earlier_of(Deadline::in(kLongestControlSleep)).when());
+    if (look) {
+      lock.unlock();
+      look();
+      lock.lock();
+    }
   }
 }
 
