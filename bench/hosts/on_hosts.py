@@ -13,6 +13,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "hosts" / "network"))
 from namespaces import Hosts, HostsUnavailableError
 
 ROOT = Path(__file__).resolve().parents[2]
