@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.checkpoint.manifest import read_manifest, saved_after, verify
+from pydist.checkpoint.manifest import MANIFEST, read_manifest, saved_after, sum_of, verify
 from pydist.checkpoint.own_names import own_name, require_ranks
 from pydist.checkpoint.random_states import restore_random_states
 from pydist.checkpoint.replacement import absolute, find, real
@@ -139,6 +139,7 @@ def _load(
     error: BaseException | None = None
     named = folder = Path()
     step = None
+    found = ""
     try:
         named = absolute(path)
         doing = f"loading the checkpoint {named}"
@@ -146,11 +147,14 @@ def _load(
         folder = find(real(named))
         step = saved_after(folder)
         files = sorted(read_manifest(folder).items())
+        # Hosts with a folder each may have different checkpoints of one name.
+        found = f"the checkpoint {folder.name} with {MANIFEST} of sha256 "
+        found += sum_of(folder / MANIFEST).sha256
         for name, known in files[communicator.rank :: communicator.size]:
             verify(folder, name, known)
     except Exception as raised:
         error = raised
-    agree(communicator, _CALL, doing, error, f"{named}, and a checkpoint in {folder.name}")
+    agree(communicator, _CALL, doing, error, f"{named}, and there {found}")
 
     names: optimizer_state.Names = {}
     objects: dict[str, Any] = {}

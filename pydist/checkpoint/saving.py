@@ -311,6 +311,8 @@ def _complete(
     parts = [[dcp_files.Entry(*entry) for entry in written] for written, *_ in everybody]
     dcp_files.write_metadata(partial, parts, aliases)
     files = {dcp_files.file_of(rank): FileSum(*known) for rank, (_, *known) in enumerate(everybody)}
+    for rank, (name, known) in enumerate(files.items()):
+        _require_here(partial / name, rank, known)
     files[METADATA] = sum_of(partial / METADATA)
     facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
     if step is not None:
@@ -319,6 +321,15 @@ def _complete(
         facts[SEQUENCE] = sequence
     write_manifest(partial, files, facts)
     publish(place)
+
+
+def _require_here(file: Path, rank: int, known: FileSum) -> None:
+    """Raises where another host has written into a folder of its own, which had the same name."""
+    if not file.is_file() or file.stat().st_size != known.bytes:
+        raise CheckpointError(
+            f"{file}, of which rank {rank} has written {known.bytes} bytes, is not here, or not "
+            "all of it: all ranks must see the same folder"
+        )
 
 
 def _agreed(communicator: Communicator, place: Path, work: Callable[[], Any] | None = None) -> Any:
