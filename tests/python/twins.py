@@ -103,7 +103,7 @@ class Twins:
     def each(self, act: Callable[[Any, Any], Any]) -> list[Any]:
         return [act(m, o) for m, o in zip(self.models, self.optimizers, strict=True)]
 
-    def step(self, number: int, *, width: int = 10) -> None:
+    def step(self, number: int, *, width: int = 10, exact: bool | None = None) -> None:
         def act(model: Any, optimizer: Any) -> Tensor:
             optimizer.zero_grad()
             dtype = list(model.parameters())[-1].dtype
@@ -114,7 +114,7 @@ class Twins:
             return loss.detach()
 
         ours, theirs = self.each(act)
-        assert_same(ours, theirs, f"loss of step {number}")
+        assert_same(ours, theirs, f"loss of step {number}", exact=exact)
 
     def scaled_step(
         self, number: int, scalers: Sequence[torch.amp.GradScaler], *, overflows_on: int
