@@ -1,6 +1,7 @@
 """Where the ranks of a job find each other: a key-value store that rank 0, or torchrun, serves."""
 
 import encodings.idna  # noqa: F401  socket looks it up by its name, when there may be no memory left
+import math
 import os
 import socket
 import time
@@ -16,20 +17,23 @@ import torch.distributed as dist
 from pydist.errors import Timeout, TransportError
 from pydist.job.descriptors import require_descriptors
 from pydist.job.launchers import Placement, Rendezvous
-from pydist.job.meeting.bounded_store_calls import answer_within
+from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
 from pydist.job.meeting.host_address import reachable_address
 from pydist.job.meeting.meeting_number import next_number, require_only_process
 from pydist.job.meeting.store_waits import wait_for_keys
 
-__all__ = ["Meeting", "meet"]
+__all__ = ["Meeting", "launcher_serves", "meet"]
 
 # How long a rank waits for the server that it reached to prove that it is this meeting's.
 _PROOF_S = 2.0
+# How long a connection has to last by which it is seen that the server is not about to end: a
+# process that ends closes its connections to the ranks a moment before the one it listens on.
+_LASTING_S = 0.2
 # How much longer than its time-out a store's client may take to say that it has passed.
 _ANSWER_GRACE_S = 1.0
 
 
-# Raises where rank 0 is waited for in vain; is given the store, once that answers.
+# Raises where rank 0, or the store, is waited for in vain; is given the store, once that answers.
 CheckHost = Callable[[dist.Store | None], None]
 
 
@@ -47,6 +51,11 @@ class Meeting(NamedTuple):
     numbers: dist.Store
 
 
+def launcher_serves() -> bool:
+    """Whether the launcher serves the job's store, as torchrun's agent does, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def meet(
     placement: Placement,
     timeout: timedelta,
@@ -59,7 +68,7 @@ def meet(
     Args:
         placement: this process's, by its launcher.
         timeout: how long to wait for the server, and for rank 0.
-        check_host: called now and then while rank 0 is waited for.
+        check_host: called now and then while rank 0, or the server, is waited for.
         purpose: for a meeting that rank 0 does not count, since it may be gone: names the part of
             the store that is for it. The meeting has no generation then.
 
@@ -76,8 +85,7 @@ def meet(
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"pydist {rendezvous.job} {restart}"
 
-    # torchrun's agent serves the store; otherwise rank 0 does.
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    agent_serves = launcher_serves()
     serves = placement.rank == 0 and not agent_serves
 
     def join(store: dist.Store, patience: timedelta) -> Meeting | None:
@@ -96,12 +104,13 @@ def meet(
         part = f"{name} {generation}"
         return Meeting(dist.PrefixStore(part, store), serves, generation, numbers)
 
+    # Its server may have died, which is why they meet.
+    may_be_gone = purpose is not None
     if agent_serves or serves:
         store = (
             _serve(rendezvous, placement, timeout)
             if serves
-            # Rank 0 has no part in a meeting for a purpose.
-            else _connect(rendezvous, placement, timeout, check_host if purpose is None else None)
+            else _connect(rendezvous, placement, timeout, check_host, may_be_gone)
         )
         if (meeting := join(store, timeout)) is None:
             if purpose is None:
@@ -117,7 +126,7 @@ def meet(
     while True:
         # The server may be the one of an earlier meeting, on its way down, or somebody else's.
         left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
-        store = _connect(rendezvous, placement, left, check_host)
+        store = _connect(rendezvous, placement, left, check_host, may_be_gone)
         with suppress(TransportError):
             meeting = join(store, min(left, timedelta(seconds=_PROOF_S)))
             if meeting is not None:
@@ -154,6 +163,7 @@ def _await_server(
     rendezvous: Rendezvous,
     timeout: timedelta,
     check_host: CheckHost | None,
+    may_be_gone: bool,
 ) -> None:
     """Waits until something listens there: torch's client would, too, but deaf to Ctrl-C."""
     deadline_s = time.monotonic() + timeout.total_seconds()
@@ -161,7 +171,9 @@ def _await_server(
     problem = ""
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
-            socket.create_connection(place, min(left_s, 1.0)).close()
+            with socket.create_connection(place, min(left_s, 1.0)) as probe:
+                if may_be_gone:
+                    _require_lasting(probe)
         except OSError as error:
             require_descriptors(1, f"a connection to the job's store, {place[0]}:{place[1]},")
             problem = str(error)
@@ -177,18 +189,28 @@ def _await_server(
     )
 
 
+def _require_lasting(probe: socket.socket) -> None:
+    """Raises ConnectionError where the other end closes the connection at once."""
+    probe.settimeout(_LASTING_S)
+    with suppress(TimeoutError):  # a server waits to be asked
+        probe.recv(1)
+        raise ConnectionResetError("the server has closed the connection")
+
+
 def _connect(
     rendezvous: Rendezvous,
     placement: Placement,
     timeout: timedelta,
     check_host: CheckHost | None,
+    may_be_gone: bool,
 ) -> dist.Store:
     start_s = time.monotonic()
-    _await_server(rendezvous, timeout, check_host)
+    _await_server(rendezvous, timeout, check_host, may_be_gone)
     left = max(timeout - timedelta(seconds=time.monotonic() - start_s), timedelta(seconds=0.1))
+    limit_s = min(left.total_seconds(), STORE_PATIENCE_S if may_be_gone else math.inf)
     try:
         return answer_within(
-            left.total_seconds() + _ANSWER_GRACE_S,
+            limit_s + _ANSWER_GRACE_S,
             dist.TCPStore,
             rendezvous.address,
             rendezvous.port,
@@ -200,7 +222,7 @@ def _connect(
     except RuntimeError as error:
         raise TransportError(
             f"rank {placement.rank} can't reach the job's store at "
-            f"{rendezvous.address}:{rendezvous.port} within {timeout.total_seconds():g} s: is rank "
-            "0 up, and are MASTER_ADDR and MASTER_PORT those of its host? "
+            f"{rendezvous.address}:{rendezvous.port} within {limit_s:g} s: is rank 0 up, and are "
+            "MASTER_ADDR and MASTER_PORT those of its host? "
             f"({error})"
         ) from error

@@ -19,7 +19,7 @@ from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import require_alive
 from pydist.job.meeting.bounded_store_calls import STORE_PATIENCE_S, answer_within
 from pydist.job.meeting.meeting_number import go_on_from
-from pydist.job.meeting.rendezvous import meet
+from pydist.job.meeting.rendezvous import launcher_serves, meet
 from pydist.job.past import Past
 from pydist.job.processes import own_process
 from pydist.job.recovery.left_behind import mark_left_behind
@@ -30,6 +30,9 @@ __all__ = ["reform"]
 
 # Joining takes a second or so, and longer on a busy machine.
 _LEAST_JOINING_S = 10.0
+# After how long a store is gone at which nothing answers. Rank 0 serves it again a moment after it
+# has left the job; a host that is cut off is lost to the engine in as long.
+_STORE_AWAY_S = 10.0
 
 # What this process, as rank 0, serves since the first time: the others may come to the next one
 # before it does, and what they have agreed on is in there.
@@ -73,7 +76,8 @@ def reform(
         PeerLost: fewer than `min_ranks` are left; on all that are, with who is missing.
         Aborted: the others have gone on without this rank.
         Timeout: the time is up.
-        TransportError: the store of the job is gone: the process that served it has died.
+        TransportError: the store of the job is gone: the process that served it has died, or
+            nothing has answered at its address for 10 seconds, as where its host is lost.
         Error: as of `init`. Whatever is raised, this process is in no job then.
 
     Example:
@@ -125,12 +129,26 @@ def _form(past: Past, placement: Placement, min_ranks: int, patience: Patience) 
     """Agrees with the other survivors, and joins them, until that succeeds or the time is up."""
     global _served
     host = past.processes[0]
+    away_since_s: float | None = None
 
-    def check_host(_: dist.Store | None) -> None:
-        if host.is_known_dead:
+    def check_host(store: dist.Store | None) -> None:
+        nonlocal away_since_s
+        if not launcher_serves() and host.is_known_dead:
             raise TransportError(
                 f"rank 0 ({host}) served the store of the job and has died, so those that are left "
                 "can't find each other. `pydist run --on-failure=continue` serves it itself."
+            )
+        now_s = time.monotonic()
+        if store is not None or away_since_s is None:
+            away_since_s = None if store is not None else now_s
+        elif now_s - away_since_s >= _STORE_AWAY_S and placement.rendezvous is not None:
+            server = "the launcher" if launcher_serves() else f"rank 0 ({host})"
+            raise TransportError(
+                "nothing has answered at the job's store, "
+                f"{placement.rendezvous.address}:{placement.rendezvous.port}, for "
+                f"{_STORE_AWAY_S:g} s, so those that are left can't find each other: {server}, "
+                "which serves it, has died, or its host is lost or can't be reached from this one. "
+                "Start the job again."
             )
 
     store, serves, _, numbers = meet(placement, _left(patience), check_host, purpose="reform")

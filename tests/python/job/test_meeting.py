@@ -1,6 +1,9 @@
 """What the ranks say to each other when they meet, where some come late or never."""
 
+import contextlib
 import logging
+import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -9,7 +12,9 @@ import pytest
 import torch.distributed as dist
 
 import pydist
+from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting import backend_agreement, store_waits
+from pydist.job.meeting.rendezvous import meet
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -41,6 +46,32 @@ def test_a_rank_0_that_never_comes_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(pydist.Timeout, match="rank 0 did not join") as caught:
         backend_agreement.agree(dist.HashStore(), 1, 2, {}, timedelta(seconds=0.2))
     assert caught.value.ranks == (0,)
+
+
+def test_survivors_take_no_store_for_alive_that_closes_their_connections() -> None:
+    """As a process does that ends: its last connections are still taken, and closed a moment later.
+
+    torch's client would try again and again by itself, and tell nobody until the time-out.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as closing:
+        is_over = threading.Event()
+        server.settimeout(0.1)
+
+        def close_all() -> None:
+            while not is_over.is_set():
+                with contextlib.suppress(TimeoutError):
+                    server.accept()[0].close()
+
+        closed = closing.submit(close_all)
+        place = Placement(1, 2, 1, 2, Rendezvous(*server.getsockname()), "by hand")
+        asked: list[object] = []
+        try:
+            with pytest.raises(pydist.TransportError, match="nothing answers at the job's store"):
+                meet(place, timedelta(seconds=1), asked.append, purpose="reform")
+        finally:
+            is_over.set()
+        closed.result()
+    assert set(asked) == {None}
 
 
 # -- what the log says of a wait that lasts --------------------------------------------------------

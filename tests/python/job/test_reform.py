@@ -18,8 +18,8 @@ from thorough import everyday
 from torch import nn
 
 import pydist
-from pydist.job import backend_choice, current, membership, past
-from pydist.job.recovery import survivors
+from pydist.job import backend_choice, current, membership, past, processes
+from pydist.job.recovery import reforming, survivors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -323,6 +323,23 @@ def test_a_store_that_rank_0_serves_is_there_as_long_as_rank_0(victim: int, said
             assert re.match(said, value), value
         else:
             assert value == said
+
+
+def lose_the_store_out_of_sight(port: str) -> Any:
+    """As where rank 0 is on another host: nobody sees that its process has died."""
+    reforming._STORE_AWAY_S = 1.0
+    processes.Process.is_known_dead = property(lambda _: False)  # type: ignore[assignment]
+    return lose_the_store(0, port)
+
+
+def test_a_store_at_which_nothing_answers_is_gone() -> None:
+    port = str(free_port())
+    outcomes = rank_outcomes(
+        lose_the_store_out_of_sight, 3, port, timeout=LIMIT_S, env=SERVED_BY_RANK_0
+    )
+    for text in survivors_of(outcomes, [0]):
+        said = rf"nothing has answered at the job's store, 127.0.0.1:{port}, for 1 s, .*"
+        assert re.match(said + r"rank 0 \(pid \d+ .*, which serves it, has died", text), text
 
 
 def lose_two_with_the_store_of_rank_0(port: str) -> float:

@@ -1,63 +1,13 @@
 """Training goes on with the survivors, from the last checkpoint, as one process would have."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from launch import rank_outcomes, run_ranks
-from survivors_of import die, survivors_of
-from torch import nn
-
-import pydist
+from surviving_training import LIMIT_S, train
+from survivors_of import survivors_of
 
 pytestmark = pytest.mark.timeout(60)
-
-LIMIT_S = 40.0
-ROWS, STEPS, FAILS_AT = 24, 8, 5
-
-
-def samples(step: int) -> torch.Tensor:
-    return torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(step)).double()
-
-
-def train(folder: str, backend: str, sharded: bool) -> tuple[int, list[float]]:
-    """Trains to the end, with whatever ranks are left: as in docs/failure.md."""
-    pydist.init(backend, timeout=30)
-    launched_as = pydist.rank()
-    torch.manual_seed(0)
-    module: nn.Module = nn.Linear(4, 2).double()
-    while True:
-        model = pydist.DataParallel(module)
-        optimizer: Any
-        if sharded:
-            optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        step = 0
-        if Path(folder, "last").exists():
-            step = pydist.load(f"{folder}/last", model=model, optimizer=optimizer)["step"]
-        try:
-            while step < STEPS:
-                if launched_as == 1 and step == FAILS_AT:
-                    die()
-                optimizer.zero_grad()
-                mine = samples(step)[pydist.rank() :: pydist.world_size()]
-                model(mine).square().mean().backward()
-                optimizer.step()
-                step += 1
-                if step % 2 == 0:
-                    pydist.save(
-                        f"{folder}/last", model=model, optimizer=optimizer, extra={"step": step}
-                    )
-            break
-        except pydist.Error:
-            pydist.reform()
-            module = model.module
-            module.zero_grad()
-    return pydist.world_size(), torch.cat(
-        [p.detach().flatten() for p in module.parameters()]
-    ).tolist()
 
 
 @pytest.mark.parametrize(
