@@ -16,6 +16,7 @@
 #include "kernels/cuda/library.h"
 #include "memory/memory_room.h"
 #include "topology/hosts.h"
+#include "transport/tcp/interfaces.h"
 
 namespace pydist {
 namespace {
@@ -53,6 +54,13 @@ void bind_environment(py::module_& module) {
           "In seconds.")
       .def_readonly("debug", &Environment::debug)
       .def_property_readonly(
+          "algorithm",
+          [](const Environment& self) { return std::string(to_string(self.algorithm)); })
+      .def_readonly("chunk_bytes", &Environment::chunk_bytes)
+      .def_property_readonly(
+          "sockets", [](const Environment& self) { return self.network.sockets; },
+          "Connections that each end makes to another process.")
+      .def_property_readonly(
           "log_levels",
           [](const Environment& self) {
             std::map<std::string, std::string> levels{
@@ -63,6 +71,42 @@ void bind_environment(py::module_& module) {
             return levels;
           },
           "What is logged: the least level, by subsystem; under \"\" that of all others.");
+}
+
+std::vector<std::string> texts_of(const std::vector<SocketAddress>& addresses) {
+  std::vector<std::string> texts;
+  for (const SocketAddress& address : addresses) {
+    texts.push_back(address.host());
+  }
+  return texts;
+}
+
+std::vector<std::string> own_told_addresses(std::optional<std::string> address) {
+  NetworkSettings settings = Environment::read().network;
+  settings.address = std::move(address);
+  return texts_of(told_addresses(settings));
+}
+
+void bind_network(py::module_& module) {
+  py::class_<NetworkInterface>(module, "NetworkInterface", "One of this host's, as it is now.")
+      .def_readonly("name", &NetworkInterface::name)
+      .def_readonly("is_loopback", &NetworkInterface::is_loopback)
+      .def_readonly("is_up", &NetworkInterface::is_up)
+      .def_readonly("is_running", &NetworkInterface::is_running, "Whether it has a link, too.")
+      .def_property_readonly(
+          "mtu_bytes", [](const NetworkInterface& self) { return mtu_bytes_of(self.name); },
+          "Of the largest packet; None where the system does not know.")
+      .def_property_readonly(
+          "mbit_per_s", [](const NetworkInterface& self) { return mbit_per_s_of(self.name); },
+          "As its driver tells; None where it does not.")
+      .def_property_readonly(
+          "addresses", [](const NetworkInterface& self) { return texts_of(self.addresses); },
+          "IPv4 first, without link-local ones of IPv6.");
+  module.def("network_interfaces", &network_interfaces,
+             "The interfaces of this process's network namespace.");
+  module.def("told_addresses", &own_told_addresses, py::arg("address"),
+             "The addresses that other hosts are told to connect to: those of PYDIST_INTERFACE; "
+             "without it `address`, by which the job is reached, or all where that is None.");
 }
 
 std::vector<std::string_view> usable_cpu_isas() {
@@ -80,6 +124,7 @@ void bind_info(py::module_& module) {
              "Every PYDIST_ variable of the engine: (name, values, default, meaning, current value "
              "or None).");
   bind_environment(module);
+  bind_network(module);
   module.def("read_environment", &read_environment,
              "The variables' validated values, of which the log level takes effect; raises "
              "pydist.InvalidUsage for one that is not valid.");

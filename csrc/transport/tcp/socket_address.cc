@@ -1,13 +1,9 @@
 #include "transport/tcp/socket_address.h"
 
 #include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
 #include <netdb.h>
 
-#include <algorithm>
 #include <array>
-#include <cerrno>
 #include <cstring>
 #include <memory>
 
@@ -17,46 +13,6 @@ namespace pydist {
 namespace {
 
 constexpr const char* kPort = " port ";
-
-bool is_link_local(const SocketAddress& address) {
-  return address.family() == AF_INET6 &&
-         IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(address.data())->sin6_addr);
-}
-
-struct OwnAddress {
-  std::string interface;
-  bool is_loopback;
-  SocketAddress address;
-};
-
-std::vector<OwnAddress> all_own_addresses() {
-  ifaddrs* first = nullptr;
-  if (::getifaddrs(&first) != 0) {
-    throw system_error("The addresses of this host", errno);
-  }
-  const std::unique_ptr<ifaddrs, void (*)(ifaddrs*)> owner(first, &::freeifaddrs);
-  std::vector<OwnAddress> all;
-  for (const ifaddrs* each = first; each != nullptr; each = each->ifa_next) {
-    const bool is_up = (each->ifa_flags & IFF_UP) != 0;
-    if (!is_up || each->ifa_addr == nullptr) {
-      continue;
-    }
-    const int family = each->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) {
-      continue;
-    }
-    const SocketAddress address = SocketAddress::from_system(
-        each->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-    if (!is_link_local(address)) {
-      all.push_back({each->ifa_name, (each->ifa_flags & IFF_LOOPBACK) != 0, address});
-    }
-  }
-  // Where there is a choice, the shorter headers.
-  std::stable_sort(all.begin(), all.end(), [](const OwnAddress& one, const OwnAddress& other) {
-    return one.address.family() == AF_INET && other.address.family() != AF_INET;
-  });
-  return all;
-}
 
 }  // namespace
 
@@ -128,40 +84,6 @@ SocketAddress SocketAddress::with_port(std::uint16_t port) const noexcept {
     reinterpret_cast<sockaddr_in*>(&result.storage_)->sin_port = htons(port);
   }
   return result;
-}
-
-std::vector<SocketAddress> own_addresses(const std::vector<std::string>& interfaces) {
-  const std::vector<OwnAddress> all = all_own_addresses();
-  std::vector<SocketAddress> addresses;
-  for (const std::string& interface : interfaces) {
-    const auto found = std::find_if(all.begin(), all.end(), [&interface](const OwnAddress& own) {
-      return own.interface == interface;
-    });
-    if (found == all.end()) {
-      std::string names;
-      for (const OwnAddress& own : all) {
-        if (names.find(own.interface) == std::string::npos) {
-          names += (names.empty() ? "" : ", ") + own.interface;
-        }
-      }
-      throw InvalidUsage(join("PYDIST_INTERFACE names '", interface,
-                              "', but this host has no such interface that is up and has an "
-                              "address. It has: ",
-                              names.empty() ? "none" : names, "."));
-    }
-    addresses.push_back(found->address);
-  }
-  for (const bool takes_loopback : {false, true}) {
-    for (const OwnAddress& own : all) {
-      if (interfaces.empty() && own.is_loopback == takes_loopback) {
-        addresses.push_back(own.address);
-      }
-    }
-    if (!addresses.empty()) {
-      break;
-    }
-  }
-  return addresses;
 }
 
 }  // namespace pydist

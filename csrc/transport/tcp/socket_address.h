@@ -1,4 +1,4 @@
-// Addresses of sockets on the network, IPv4 and IPv6, and those that this host has. Values.
+// Addresses of sockets on the network, IPv4 and IPv6. Values.
 
 #pragma once
 
@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 namespace pydist {
 
@@ -36,11 +35,5 @@ class SocketAddress {
   sockaddr_storage storage_{};
   socklen_t bytes_ = 0;
 };
-
-// The addresses by which other hosts can reach this one: those of `interfaces`, in their order; or
-// where there are none, of all that are up and are no loopback; or where there are none of these
-// either, of the loopback. Link-local IPv6 addresses are left out, since they mean something else
-// on each host. Throws InvalidUsage where an interface does not exist or has no address.
-[[nodiscard]] std::vector<SocketAddress> own_addresses(const std::vector<std::string>& interfaces);
 
 }  // namespace pydist

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "topology/rendezvous.h"
+#include "transport/tcp/interfaces.h"
 
 namespace pydist {
 namespace {
@@ -72,13 +73,7 @@ TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
   listener_not_inherited_.emplace(listener_.get());
   card_.name = random_token();
   const std::uint16_t port = port_of(listener_.get());
-  std::vector<SocketAddress> addresses;
-  if (settings.interfaces.empty() && settings.address) {
-    addresses.push_back(SocketAddress::from_host(*settings.address));
-  } else {
-    addresses = own_addresses(settings.interfaces);
-  }
-  for (const SocketAddress& address : addresses) {
+  for (const SocketAddress& address : told_addresses(settings)) {
     card_.addresses.push_back(address.with_port(port).to_text());
   }
   if (card_.addresses.empty()) {

@@ -72,34 +72,5 @@ TEST(SocketAddressTest, TextsWithoutAPortAreRefused) {
   }
 }
 
-TEST(SocketAddressTest, AnInterfaceHasItsAddress) {
-  const std::vector<SocketAddress> loopback = own_addresses({"lo"});
-  ASSERT_EQ(loopback.size(), 1u);
-  EXPECT_EQ(loopback[0].to_text(), "127.0.0.1 port 0");
-  EXPECT_EQ(own_addresses({"lo", "lo"}).size(), 2u);
-}
-
-TEST(SocketAddressTest, AHostHasSomeAddress) {
-  const std::vector<SocketAddress> all = own_addresses({});
-  ASSERT_FALSE(all.empty());
-  const bool has_loopback = all[0].host() == "127.0.0.1" || all[0].host() == "::1";
-  for (const SocketAddress& address : all) {
-    // The loopback only where there is nothing else.
-    EXPECT_EQ(address.host() == "127.0.0.1" || address.host() == "::1", has_loopback)
-        << address.host();
-    EXPECT_FALSE(contains(address.host(), "%")) << address.host();
-  }
-}
-
-TEST(SocketAddressTest, AWrongInterfaceIsToldWithThoseThatThereAre) {
-  for (const std::string name : {"eth77", "", "lo "}) {
-    const ErrorDescription error =
-        error_of([&] { static_cast<void>(own_addresses({"lo", name})); });
-    EXPECT_EQ(error.kind, ErrorKind::kInvalidUsage);
-    EXPECT_TRUE(contains(error.message, "PYDIST_INTERFACE names '" + name + "'")) << error.message;
-    EXPECT_TRUE(contains(error.message, "It has: lo")) << error.message;
-  }
-}
-
 }  // namespace
 }  // namespace pydist::testing
