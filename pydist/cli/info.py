@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,8 @@ from rich.table import Table
 from pydist import _build, _native
 from pydist.benchmarks.machine import free_in_dev_shm, processor_name
 from pydist.benchmarks.sizes import size_text
+from pydist.cli.parser import Parser
+from pydist.cli.topology import show_topology
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
 from pydist.job.gloo_factory import gloo_factory
@@ -226,26 +227,39 @@ def _print(report: dict[str, Any], console: Console) -> None:
         console.print(report["invalid_environment"], style="red")
 
 
+def _parser() -> Parser:
+    parser = Parser(
+        prog="pydist info",
+        description="Prints what pydist finds on this machine, and what it can use.",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument(
+        "--topology",
+        action="store_true",
+        help="instead: this host's processors, GPUs and network interfaces. Started on every rank "
+        "by a launcher (`pydist run -n 2 -m pydist info --topology`): the hosts and ranks of the "
+        "job, and what the links between hosts do, which takes some seconds",
+    )
+    return parser
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Prints what pydist finds on this machine.
+    """Prints what pydist finds on this machine, or on those of a job.
 
     Args:
-        arguments: nothing, or `--json`.
+        arguments: nothing, `--json`, `--topology`, or both.
 
     Returns:
-        0, or 2 for bad usage.
+        0; 1 where the ranks of a job did not come together, or one of them failed.
+
+    Raises:
+        InvalidUsage: the arguments or the environment make no sense.
     """
-    if list(arguments) in (["-h"], ["--help"]):
-        print("usage: pydist info [--json]\n\nPrints what pydist finds on this machine.")
-        return 0
-    if list(arguments) not in ([], ["--json"]):
-        print(
-            f"pydist info: unknown arguments {' '.join(arguments)}; the only one is --json.",
-            file=sys.stderr,
-        )
-        return 2
+    options = _parser().parse_args(list(arguments))
+    if options.topology:
+        return show_topology(as_json=options.json)
     report = collect()
-    if arguments:
+    if options.json:
         print(json.dumps(report, indent=2))
     else:
         console = Console(highlight=False, markup=False)

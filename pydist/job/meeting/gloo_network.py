@@ -30,7 +30,7 @@ from pydist._torch import gloo_options
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.rank_names import who_said_what
 
-__all__ = ["GlooNetwork", "describe_network", "join_network"]
+__all__ = ["GlooNetwork", "describe_network", "join_network", "own_addresses_towards"]
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -97,7 +97,7 @@ def _missing_interface(names: Sequence[str]) -> str:
     return ""
 
 
-def _own_addresses_towards(host: str) -> list[str]:
+def own_addresses_towards(host: str) -> list[str]:
     """This host's address from which it would speak to another, for each family.
 
     Empty where there is no way.
@@ -145,7 +145,7 @@ def describe_network(store: dist.Store, size: int) -> dict[str, Any]:
     return {
         "interfaces": len(names),
         "problem": _missing_interface(names),
-        "addresses": _own_addresses_towards(place) if place else [""] * len(_FAMILIES),
+        "addresses": own_addresses_towards(place) if place else [""] * len(_FAMILIES),
     }
 
 
@@ -185,7 +185,7 @@ def join_network(
         for other, address in enumerate(addresses):
             if hosts[other] == hosts[rank] or _is_loopback(address):
                 continue
-            own = _own_addresses_towards(address)[index]
+            own = own_addresses_towards(address)[index]
             if own and not _is_loopback(own):
                 return GlooNetwork(address=own)
         break

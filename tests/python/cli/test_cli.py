@@ -91,7 +91,7 @@ def test_a_failing_rank_is_named_and_the_status_is_1(tmp_path: Path) -> None:
         (["run"], "training_script"),
         (["run", "--no-such-flag", "1"], "no such script: 1"),
         (["fly"], "no command 'fly'; use one of: run, bench, plan, doctor, info"),
-        (["info", "--xml"], "unknown arguments --xml"),
+        (["info", "--xml"], "unrecognized arguments: --xml"),
     ],
 )
 def test_bad_usage_is_one_line_and_status_2(

@@ -57,6 +57,7 @@ PYTHON_LAYERS = (
     "testing",
     "diagnosis",
     "__init__",
+    "topology",
     "benchmarks",
     "cli",
     "__main__",

@@ -1,0 +1,1 @@
+"""Where the ranks of a job are, and what is between them: hosts, processors, interfaces, links."""
