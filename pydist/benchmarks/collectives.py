@@ -15,18 +15,27 @@ from rich.measure import Measurement
 from pydist.benchmarks import machine, plot, report
 from pydist.benchmarks.collective_cases import COLLECTIVES, Case, cases_of
 from pydist.benchmarks.interruption import INTERRUPTED, ignore_interruptions
+from pydist.benchmarks.link_bytes import busiest_host
 from pydist.benchmarks.noise import Ratio, is_noisy
 from pydist.benchmarks.outputs import require_writable, write_text_whole
 from pydist.benchmarks.processes import peers
 from pydist.benchmarks.processes.conductor import Conductor, Effort, Series
 from pydist.benchmarks.processes.job import count_ranks, launched_placement
-from pydist.benchmarks.processes.ranks import FoundRanks, Ranks, start_mpi_ranks, start_torch_ranks
+from pydist.benchmarks.processes.link_arm import sent_in_job
+from pydist.benchmarks.processes.ranks import (
+    LINK,
+    FoundRanks,
+    Ranks,
+    start_mpi_ranks,
+    start_torch_ranks,
+)
 from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.results import ROOFLINE, Results, rows_of
+from pydist.benchmarks.results import BOUNDS, ROOFLINE, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 from pydist.benchmarks.subcommand import add_ranks_argument
 from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import Placement
+from pydist.topology.placement import placement_of_job
 
 # By what -R means to nccl-tests: 1, registration with a network card, has no counterpart here.
 _REGISTRATION = {"0": "pydist", "2": "symmetric"}
@@ -104,9 +113,12 @@ class _Request:
         self.torch_arms = [self.main, ROOFLINE]
         self.torch_arms += [name for name in self.compared if name not in peers.PEERS]
         self.largest = max(case.size_bytes for cases in self.cases for case in cases)
-        # Two buffers for each kind of memory: ordinary, symmetric, and an MPI's.
-        count_ranks(options.ranks, placement, 2 * (2 + len(self.mpis)) * self.largest)
-        if self.mpis and placement is not None and placement.local_world_size != self.ranks:
+        on_one_host = placement is None or placement.local_world_size == self.ranks
+        # Two buffers for each kind of memory: ordinary, symmetric, and an MPI's. Those of the link
+        # between hosts are twice as large.
+        kinds = 2 + len(self.mpis) + (0 if on_one_host else 2)
+        count_ranks(options.ranks, placement, 2 * kinds * self.largest)
+        if self.mpis and not on_one_host:
             raise InvalidUsage("--compare with an MPI runs on one host; these ranks are on more.")
 
     def require_outputs(self) -> None:
@@ -168,7 +180,7 @@ class _Output:
         self._case = f"{case.collective} {case.dtype} {size_text(case.size_bytes)}"
 
     def add(self, series: Sequence[Series]) -> None:
-        rows = rows_of(series)
+        rows = rows_of(series, self._across_bytes(series))
         is_first = all(row.collective != rows[0].collective for row in self._results.rows)
         self._results.rows.extend(rows)
         case = series[0].case
@@ -182,7 +194,15 @@ class _Output:
         self._progress.clear()
         if is_first:
             print(f"# {case.collective}")
-        print(report.line(rows, self._results.main), flush=True)
+        spans_hosts = self._results.spans_hosts
+        print(report.line(rows, self._results.main, spans_hosts=spans_hosts), flush=True)
+
+    def _across_bytes(self, series: Sequence[Series]) -> float | None:
+        """What the cases, which differ in place only, have to send between hosts."""
+        link = next((one for one in series if one.arm == LINK), None)
+        if link is None or link.unsupported is not None:
+            return None
+        return busiest_host(sent_in_job(link.case), placement_of_job())
 
     def _write(self) -> None:
         options = self._request.options
@@ -220,7 +240,7 @@ class _Output:
             )
         for text in report.footer(self._results):
             print(text)
-        if len(self._results.arms) > 2 and self._cells:
+        if self._results.peers and self._cells:
             print(flush=True)
             table = report.comparison(self._results, self._cells)
             # As wide as it is: rich would cut columns off to fit a narrow terminal.
@@ -257,21 +277,30 @@ def _start(request: _Request, placement: Placement | None, stack: ExitStack) -> 
     return [own, *groups]
 
 
+def _ranks_on_hosts(own: Ranks, ranks: int) -> tuple[int, ...]:
+    if isinstance(own, FoundRanks):
+        return tuple(map(len, own.placement.ranks_on))
+    return (ranks,)
+
+
 def _lead(request: _Request, placement: Placement | None) -> int:
     facts = machine.describe()
     with ExitStack() as stack:
         Progress().detail(f"starting {request.ranks} ranks of {1 + len(request.mpis)} kinds")
-        conductor = Conductor(_start(request, placement, stack), request.effort)
+        groups = _start(request, placement, stack)
+        conductor = Conductor(groups, request.effort)
         descriptions = conductor.reserve(request.largest)
-        names = [request.main, ROOFLINE, *request.compared]
+        names = [request.main, *BOUNDS, *request.compared]
         results = Results(
             command=f"pydist bench {request.options.collective} {request.options.flags}".strip(),
             machine=facts,
             ranks=request.ranks,
             is_pinned=request.options.pin,
-            arms={name: descriptions[name] for name in names},
+            # The link is one of them where there are several hosts.
+            arms={name: descriptions[name] for name in names if name in descriptions},
             rows=[],
             warnings=[],
+            ranks_on_hosts=_ranks_on_hosts(groups[0], request.ranks),
         )
         output = _Output(request, results)
         output.begin()

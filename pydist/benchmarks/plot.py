@@ -12,7 +12,7 @@ from typing import Any
 
 from pydist.benchmarks.collective_cases import IN_PLACE
 from pydist.benchmarks.outputs import write_whole
-from pydist.benchmarks.results import ROOFLINE, Results, Row
+from pydist.benchmarks.results import BOUNDS, Results, Row
 from pydist.benchmarks.sizes import size_text
 from pydist.errors import InvalidUsage
 
@@ -80,7 +80,7 @@ def _draw_collective(results: Results, name: str, latency: Any, bandwidth: Any) 
     styles = itertools.cycle(_STYLES)
     for label, points in _lines(results, name).items():
         style: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1}
-        if not label.startswith(ROOFLINE):
+        if not label.startswith(BOUNDS):
             marker, dash = next(styles)
             style = {"marker": marker, "linestyle": dash, "markersize": 4, "linewidth": 1.3}
         sizes = list(points)

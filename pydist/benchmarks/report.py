@@ -7,7 +7,7 @@ from rich.table import Table
 from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE
 from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.processes.conductor import Series
-from pydist.benchmarks.results import ROOFLINE, Results, Row
+from pydist.benchmarks.results import Results, Row
 from pydist.benchmarks.sizes import size_text
 
 _PLACES = {OUT_OF_PLACE: "out-of-place", IN_PLACE: "in-place"}
@@ -21,7 +21,16 @@ _COLUMNS = (
     ("%roof", 6, ""),
     ("#wrong", 7, ""),
 )
+# One more, where the ranks are on several hosts.
+_LINK_COLUMN = ("%link", 6, "")
 _CASE_WIDTH = 12 + 13 + 9 + 7 + 6
+_ACROSS_WIDTH = 13
+
+_Columns = Sequence[tuple[str, int, str]]
+
+
+def _columns(*, spans_hosts: bool) -> _Columns:
+    return (*_COLUMNS[:-1], _LINK_COLUMN, _COLUMNS[-1]) if spans_hosts else _COLUMNS
 
 
 def header(results: Results) -> Iterator[str]:
@@ -29,11 +38,15 @@ def header(results: Results) -> Iterator[str]:
     yield f"# {results.command}"
     for fact in str(results.machine).split("\n"):
         yield f"# {fact}"
-    crowded = results.ranks > results.machine.usable_cpus
+    here = results.ranks_on_hosts[0] if results.spans_hosts else results.ranks
+    crowded = here > results.machine.usable_cpus
     yield (
         f"# {results.ranks} ranks, {'pinned' if results.is_pinned else 'not pinned'}, one thread "
         f"each{', more than there are CPUs' if crowded else ''}"
     )
+    if results.spans_hosts:
+        counts = " and ".join(map(str, results.ranks_on_hosts))
+        yield f"# on {len(results.ranks_on_hosts)} hosts, with {counts} ranks"
     for name, description in results.arms.items():
         yield f"# {name}: {description}"
     yield (
@@ -44,18 +57,27 @@ def header(results: Results) -> Iterator[str]:
         "# %roof: the roofline's share of the time; it is measured on symmetric memory, and below "
         "some KiB it is the cost of a call from Python"
     )
+    if results.spans_hosts:
+        yield (
+            "# across: what the collective has to send between hosts, for the host with the most; "
+            "%link: the share of the time that the link takes for that"
+        )
     yield "#"
-    width = sum(width + 1 for _, width, _ in _COLUMNS)
+    columns = _columns(spans_hosts=results.spans_hosts)
+    width = sum(width + 1 for _, width, _ in columns)
     places = "".join(f"{_PLACES[place]:^{width}}" for place in (OUT_OF_PLACE, IN_PLACE))
-    yield f"#{'':{_CASE_WIDTH}}{places}"
-    yield _titles(0, ("size", "count", "type", "redop", "root"))
-    yield _titles(2, ("(B)", "(elements)", "", "", ""))
+    case_width = _CASE_WIDTH + (_ACROSS_WIDTH if results.spans_hosts else 0)
+    yield f"#{'':{case_width}}{places}"
+    across = ("across", "(B)") if results.spans_hosts else ("", "")
+    yield _titles(0, ("size", "count", "type", "redop", "root"), across[0], columns)
+    yield _titles(2, ("(B)", "(elements)", "", "", ""), across[1], columns)
 
 
-def _titles(index: int, case: Sequence[str]) -> str:
+def _titles(index: int, case: Sequence[str], across: str, columns: _Columns) -> str:
     size, count, dtype, redop, root = case
-    columns = " ".join(f"{column[index]!s:>{column[1]}}" for column in _COLUMNS)
-    return f"#{size:>12}{count:>13}{dtype:>9}{redop:>7}{root:>6} {columns} {columns}"
+    each = " ".join(f"{column[index]!s:>{column[1]}}" for column in columns)
+    shown = f"{across:>{_ACROSS_WIDTH}}" if across else ""
+    return f"#{size:>12}{count:>13}{dtype:>9}{redop:>7}{root:>6}{shown} {each} {each}"
 
 
 def _number(value: float, width: int) -> str:
@@ -63,15 +85,15 @@ def _number(value: float, width: int) -> str:
     return f"{value:>{width}.{digits}f}"
 
 
-def _cells(row: Row | None) -> str:
+def _cells(row: Row | None, columns: _Columns) -> str:
     values: list[str] = []
-    for name, width, _ in _COLUMNS:
+    for name, width, _ in columns:
         if row is None or row.time_us is None:
             values.append(f"{'N/A':>{width}}")
         elif name == "#wrong":
             values.append(f"{'N/A' if row.wrong is None else row.wrong:>{width}}")
-        elif name == "%roof":
-            share = row.percent_of_roofline
+        elif name in ("%roof", "%link"):
+            share = row.percent_of_roofline if name == "%roof" else row.percent_of_link
             values.append(f"{'N/A' if share is None else f'{share:.0f}':>{width}}")
         else:
             key = {"time": "time_us", "p50": "p50_us", "p99": "p99_us"}.get(name, name)
@@ -79,13 +101,18 @@ def _cells(row: Row | None) -> str:
     return " ".join(values)
 
 
-def line(rows: Sequence[Row], arm: str) -> str:
+def line(rows: Sequence[Row], arm: str, *, spans_hosts: bool = False) -> str:
     """One size of one arm, both places beside each other."""
     own = {row.place: row for row in rows if row.arm == arm}
     case = next(iter(own.values()))
+    across = ""
+    if spans_hosts:
+        shown = "N/A" if case.across_bytes is None else f"{case.across_bytes:.0f}"
+        across = f"{shown:>{_ACROSS_WIDTH}}"
+    columns = _columns(spans_hosts=spans_hosts)
     return (
-        f" {case.size_bytes:>12}{case.count:>13}{case.type:>9}{case.redop:>7}{case.root:>6} "
-        f"{_cells(own.get(OUT_OF_PLACE))} {_cells(own.get(IN_PLACE))}"
+        f" {case.size_bytes:>12}{case.count:>13}{case.type:>9}{case.redop:>7}{case.root:>6}"
+        f"{across} {_cells(own.get(OUT_OF_PLACE), columns)} {_cells(own.get(IN_PLACE), columns)}"
     )
 
 
@@ -130,7 +157,7 @@ def comparison(
         results: for the arms.
         sizes: of each measured size what it is, its bytes, and its `comparison_cells`.
     """
-    others = [arm for arm in results.arms if arm not in (results.main, ROOFLINE)]
+    others = results.peers
     table = Table(
         title=f"time of each arm, and how many times {results.main}'s",
         caption="in place where both can; ratios: median of the rounds (middle 95 % of a "

@@ -2,15 +2,18 @@
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pydist.benchmarks.machine import Machine
 from pydist.benchmarks.outputs import json_text
 from pydist.benchmarks.processes.conductor import Series
+from pydist.benchmarks.processes.ranks import LINK
 
 ROOFLINE = "roofline"
+# What shows a bound, and is no way to carry a collective.
+BOUNDS = (ROOFLINE, LINK)
 
 
 @dataclass(frozen=True)
@@ -42,22 +45,30 @@ class Row:
     ratio_low: float | None = None
     ratio_high: float | None = None
     unsupported: str | None = None
+    # Between hosts: the bytes that the host with the most to do has to send to others (or receive),
+    # and the link's time over this one's. None on one host, or where the link isn't known.
+    across_bytes: float | None = None
+    percent_of_link: float | None = None
 
 
-def rows_of(series: Sequence[Series]) -> list[Row]:
-    """The rows of one size, the first arm's first."""
+def rows_of(series: Sequence[Series], across_bytes: float | None = None) -> list[Row]:
+    """The rows of one size, the first arm's first.
+
+    Args:
+        series: of all arms and places.
+        across_bytes: what the cases have to send between hosts; None where that isn't known.
+    """
     rows = []
     by_place: dict[str, dict[str, Series]] = {}
     for one in series:
         by_place.setdefault(one.case.place, {})[one.arm] = one
     for arms in by_place.values():
         first = next(iter(arms.values()))
-        roofline = arms.get(ROOFLINE)
-        rows += [_row(one, first, roofline) for one in arms.values()]
+        rows += [_row(one, first, arms, across_bytes) for one in arms.values()]
     return rows
 
 
-def _row(one: Series, first: Series, roofline: Series | None) -> Row:
+def _row(one: Series, first: Series, arms: Mapping[str, Series], across_bytes: float | None) -> Row:
     case = one.case
     facts: dict[str, Any] = {
         "collective": case.collective,
@@ -68,11 +79,13 @@ def _row(one: Series, first: Series, roofline: Series | None) -> Row:
         "root": case.root,
         "place": case.place,
         "arm": one.arm,
+        "across_bytes": across_bytes,
     }
     if one.unsupported is not None:
         return Row(**facts, unsupported=one.unsupported)
-    if roofline is not None and roofline.unsupported is None:
-        facts["percent_of_roofline"] = roofline.ratio_to(one).median * 100
+    for bound, name in ((ROOFLINE, "percent_of_roofline"), (LINK, "percent_of_link")):
+        if bound in arms and arms[bound].unsupported is None:
+            facts[name] = arms[bound].ratio_to(one).median * 100
     if one is not first and first.unsupported is None:
         ratio = one.ratio_to(first)
         facts |= {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}
@@ -103,6 +116,17 @@ class Results:
     warnings: list[str]
     # Whether all that was asked for was measured.
     is_complete: bool = False
+    # How many ranks are on each host.
+    ranks_on_hosts: tuple[int, ...] = ()
+
+    @property
+    def spans_hosts(self) -> bool:
+        return len(self.ranks_on_hosts) > 1
+
+    @property
+    def peers(self) -> list[str]:
+        """The arms that are beside the main one, but for the bounds."""
+        return [arm for arm in self.arms if arm not in (self.main, *BOUNDS)]
 
     @property
     def main(self) -> str:
@@ -127,8 +151,8 @@ class Results:
 
     @property
     def wrong(self) -> int:
-        """Wrong elements of all arms but the roofline, which nobody would call a result."""
-        return sum(row.wrong or 0 for row in self.rows if row.arm != ROOFLINE)
+        """Wrong elements of all arms but the bounds, which nobody would call a result."""
+        return sum(row.wrong or 0 for row in self.rows if row.arm not in BOUNDS)
 
     def as_json(self) -> str:
         return json_text(
@@ -137,6 +161,7 @@ class Results:
                 "complete": self.is_complete,
                 "machine": self.machine.to_dict(),
                 "ranks": self.ranks,
+                "ranks_on_hosts": list(self.ranks_on_hosts),
                 "pinned": self.is_pinned,
                 "arms": self.arms,
                 "warnings": self.warnings,

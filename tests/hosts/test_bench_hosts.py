@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jobs import run_job
 from launch import run_command
 from namespaces import Hosts
 
@@ -71,3 +72,68 @@ def test_sizes_that_open_mpi_does_not_visit_are_refused() -> None:
     done = run_command([sys.executable, script, "--sizes", "100"])
     assert done.returncode == 2
     assert "100 bytes: powers of 2 from 8 on" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_host", "backend", "across_bytes"),
+    # By hosts, 2(h-1)/h s go from one host to the other; of gloo it is not known.
+    [([2, 1], "native", 1 << 20), ([1, 1], "gloo", None)],
+)
+def test_the_link_is_shown_beside_the_memory(
+    hosts: Hosts,
+    ranks_per_host: list[int],
+    backend: str,
+    across_bytes: int | None,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "result.json"
+    command = [
+        "bench",
+        "all_reduce",
+        "-b",
+        "1M",
+        "-e",
+        "1M",
+        "--seconds",
+        "0",
+        "-n",
+        "2",
+        "-w",
+        "1",
+    ]
+    argv = [sys.executable, "-m", "pydist", *command, "-J", str(file)]
+    outcomes = run_job(hosts, ranks_per_host, argv, {"PYDIST_BACKEND": backend}, timeout=90)
+    for rank in outcomes:
+        assert rank.exit_code == 0, rank.describe()
+    printed = outcomes[0].output
+    assert f"# on 2 hosts, with {ranks_per_host[0]} and 1 ranks" in printed
+    titles = next(line for line in printed.splitlines() if " redop" in line).split()
+    columns = ["time", "p50", "p99", "algbw", "busbw", "%roof", "%link", "#wrong"]
+    assert titles == ["#", "size", "count", "type", "redop", "root", "across", *columns, *columns]
+    result = json.loads(file.read_text())
+    assert result["ranks_on_hosts"] == ranks_per_host
+    shown = [row for row in result["rows"] if row["arm"] == "pydist"]
+    assert [row["place"] for row in shown] == ["out", "in"]
+    for row in shown:
+        assert row["wrong"] == 0
+        assert row["across_bytes"] == across_bytes
+        assert (row["percent_of_link"] or 0) > 0 or backend == "gloo"
+        assert (row["percent_of_roofline"] or 0) > 0 or backend == "gloo"
+    link = next(row for row in result["rows"] if row["arm"] == "link")
+    assert (link["unsupported"] is None) == (backend == "native")
+
+
+def test_the_link_carries_what_others_than_all_reduce_send(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    command = ["bench", "all", "-b", "512K", "-e", "512K", "--seconds", "0", "-n", "1", "-w", "0"]
+    argv = [sys.executable, "-m", "pydist", *command, "--no-pin", "-J", str(file)]
+    for rank in run_job(hosts, [1, 1], argv, timeout=90):
+        assert rank.exit_code == 0, rank.describe()
+    rows = json.loads(file.read_text())["rows"]
+    across = {row["collective"]: row["across_bytes"] for row in rows if row["arm"] == "link"}
+    half, whole = 1 << 18, 1 << 19
+    assert across == {
+        **dict.fromkeys(("all_reduce", "broadcast", "reduce", "send_recv"), whole),
+        **dict.fromkeys(("reduce_scatter", "all_gather", "gather", "scatter", "all_to_all"), half),
+        "barrier": None,
+    }

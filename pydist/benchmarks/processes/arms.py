@@ -21,6 +21,7 @@ from pydist import _native
 from pydist.benchmarks.collective_cases import Buffers, Case
 from pydist.errors import InvalidUsage
 from pydist.job import current
+from pydist.topology.placement import placement_of_job
 
 Call = Callable[[], object]
 
@@ -143,23 +144,50 @@ class SymmetricArm(PydistArm):
 
 
 class RooflineArm(SymmetricArm):
-    """The reads and writes that the collective can't do without; no rank waits for another."""
+    """The reads and writes that the collective can't do without; no rank waits for another.
+
+    Where the ranks are on several hosts it is known for all_reduce alone: on each host the ranks
+    have to read all their buffers and write all, as they do in one among themselves.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        placement = placement_of_job()
+        self._spans_hosts = placement.hosts > 1
+        self._group = current.job.world
+        if self._spans_hosts:
+            self.memory = "symmetric on the host"
+            group = pydist.new_group(placement.ranks_on[placement.host_of[rank]])
+            assert not isinstance(group, int)  # this rank is in it
+            self._group = group
 
     @property
     def description(self) -> str:
-        return "the same memory traffic without synchronisation"
+        what = "the same memory traffic without synchronisation"
+        return f"{what}, each host by itself" if self._spans_hosts else what
+
+    def reserve(self, size_bytes: int) -> None:
+        if not self._spans_hosts:
+            super().reserve(size_bytes)
+            return
+        self._send, self._receive = (
+            pydist.symmetric_empty(size_bytes, dtype=torch.uint8, group=self._group).fill_(1)
+            for _ in range(2)
+        )
 
     def call(self, case: Case) -> Call:
         kind = "send" if case.collective == "send_recv" else case.collective
         if kind == "barrier":
             raise Unsupported("a barrier has no memory traffic")
+        if self._spans_hosts and kind != "all_reduce":
+            raise Unsupported("between hosts it is known for all_reduce alone")
         buffers = self.buffers(case)
         op = case.op if case.kind.has_op else "sum"
         try:
             roofline = _native.Roofline(
-                current.job.world, kind, buffers.sent, buffers.received, op, max(case.root, 0)
+                self._group, kind, buffers.sent, buffers.received, op, max(case.root, 0)
             )
-        except InvalidUsage as error:  # another backend than the native one, or several hosts
+        except InvalidUsage as error:  # another backend than the native one
             raise Unsupported(str(error)) from error
         return roofline.run
 

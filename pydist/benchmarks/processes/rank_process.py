@@ -20,12 +20,14 @@ from pydist.benchmarks.processes.arms import (
     RooflineArm,
     SymmetricArm,
 )
+from pydist.benchmarks.processes.link_arm import LinkArm
 from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
 
-_KINDS: dict[str, type[PydistArm] | type[GlooArm]] = {
+_KINDS: dict[str, type[PydistArm] | type[GlooArm] | type[LinkArm]] = {
     "pydist": PydistArm,
     "symmetric": SymmetricArm,
     "roofline": RooflineArm,
+    "link": LinkArm,
     "gloo": GlooArm,
 }
 

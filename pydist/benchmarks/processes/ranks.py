@@ -22,12 +22,17 @@ import torch.distributed as dist
 
 import pydist
 from pydist.benchmarks.processes.arms import Arm
+from pydist.benchmarks.processes.gloo_interface import torchs_gloo_connecting
 from pydist.benchmarks.processes.peers import Installation
 from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
 from pydist.benchmarks.processes.rank_process import make_arms, prepare
 from pydist.errors import Error, InvalidUsage, PeerLost, Timeout
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.spawn import job_variables
+from pydist.topology.placement import placement_of_job
+
+# The arm that shows what the link between hosts allows.
+LINK = "link"
 
 _RANK_PROCESS = "pydist.benchmarks.processes.rank_process"
 
@@ -310,17 +315,21 @@ def _outside_of_jobs() -> dict[str, str]:
 class FoundRanks(Ranks):
     """The ranks that a launcher has started: this process is one of them.
 
-    Rank 0 asks; the others `serve`. Every rank makes one, at the same time.
+    Rank 0 asks; the others `serve`. Every rank makes one, at the same time. Where they are on
+    several hosts, there is one arm more: the link between these.
     """
 
     def __init__(self, arms: list[str], *, backend: str | None, pin: bool) -> None:
         pydist.init(backend)
-        self.arms = arms
+        self.placement = placement_of_job()
+        self.arms = [*arms, LINK] if self.placement.hosts > 1 else arms
         self.rank, self.size = pydist.rank(), pydist.world_size()
-        # Blocks without using the processor, as long as it takes; answers take no day.
-        self._control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
-        self._arms: dict[str, Arm] = make_arms(arms)
+        with torchs_gloo_connecting():
+            # Blocks without using the processor, as long as it takes; answers take no day. The one
+            # with the shorter limit comes first: where the ranks can't connect, that shows then.
+            self._replies = dist.new_group(backend="gloo", timeout=timedelta(seconds=_ANSWER_S))
+            self._control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+            self._arms: dict[str, Arm] = make_arms(self.arms)
         prepare(pydist.local_rank(), pin=pin)
 
     def _share(self, command: Any) -> Any:
