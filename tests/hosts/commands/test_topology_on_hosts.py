@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hosts_or_skip import hosts_or_skip
 from jobs import RankOutcome, run_job
 from namespaces import Hosts
-from ranks_on import rank_outcomes_on
+from ranks_on import rank_outcomes_on, run_ranks_on
 
+import pydist
 from pydist.cli import main
-from pydist.topology import job
+from pydist.topology import job, pairs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,3 +129,18 @@ def test_where_one_rank_dies_the_others_end_and_name_it(hosts: Hosts) -> None:
         assert rank.value == 1, rank.describe()
         assert "pydist info: " in rank.output
         assert "rank 2" in rank.output
+
+
+def links_of_a_ring() -> tuple[str, list[tuple[int, int]]]:
+    """As of more hosts than there are here."""
+    pairs.MOST_HOSTS_IN_PAIRS = 1
+    pydist.init()
+    topology = job.collect_job()
+    assert all(link.out_bytes_per_s > 0 for link in topology.links)
+    return topology.covers, [link.hosts for link in topology.links]
+
+
+def test_a_ring_of_hosts_is_measured_and_all_ranks_learn_of_it() -> None:
+    with hosts_or_skip(4) as hosts:
+        found = run_ranks_on(hosts, [1, 1, 1, 1], links_of_a_ring)
+    assert found == [("ring", [(0, 1), (0, 3), (1, 2), (2, 3)])] * 4
