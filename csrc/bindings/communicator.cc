@@ -417,10 +417,9 @@ CommunicatorPtr create_gloo(c10::intrusive_ptr<c10d::Store> store, int rank, int
   const ReleasedGil released;
   KnownProcesses known = known_processes(processes);
   CheckHope hope = hope_of(known, parent);
-  return for_python(with_staging(
-      create_gloo_communicator(std::move(store), rank, size, std::move(name), limit,
-                               std::move(adapted), std::move(hope), long_limit, std::move(known),
-                               {std::move(interfaces), std::move(address)})));
+  return for_python(with_staging(create_gloo_communicator(
+      std::move(store), rank, size, std::move(name), limit, std::move(adapted), std::move(hope),
+      long_limit, std::move(known), {std::move(interfaces), std::move(address)})));
 }
 
 CommunicatorPtr create_nccl(CommunicatorPtr host, int device, const std::string& library) {

@@ -6,7 +6,7 @@ import pytest
 from beside_torch import run_on_some, some_ranks
 from launch import warm_up
 from saved_training import four
-from training import backend, ranks, run, run_on_each, three
+from training import backend, ranks, run, run_on_each, run_over_hosts, three, three_hosts
 from twins import native_three, run_native, run_sharded, sharded_ranks
 
 import pydist
@@ -20,10 +20,12 @@ __all__ = [
     "run_native",
     "run_on_each",
     "run_on_some",
+    "run_over_hosts",
     "run_sharded",
     "sharded_ranks",
     "some_ranks",
     "three",
+    "three_hosts",
     "world_of_one",
 ]
 

@@ -3,8 +3,7 @@
 Every rank computes the reference itself: the same model, on the batches of all ranks.
 """
 
-import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -49,18 +48,33 @@ def run_on_each(ranks: Ranks) -> Runner:
     return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
-def joined(ranks_of_a_host: int | None = None) -> tuple[int, int]:
-    """Joins the job; returns this process's rank and the number of ranks.
+class RanksOfHosts(Ranks):
+    """Ranks of which so many count as of one host: the engine connects these by TCP."""
 
-    Args:
-        ranks_of_a_host: how many ranks count as of one host, each of which the engine connects with
-            the others by TCP; None: all are of this one.
-    """
+    def __init__(self, nprocs: int, env: Mapping[str, str | None], ranks_of_a_host: int) -> None:
+        self._ranks_of_a_host = ranks_of_a_host
+        super().__init__(nprocs, env)
+
+    def _rank_environment(self, rank: int, env: Mapping[str, str | None] | None) -> dict[str, str]:
+        host = f"host {rank // self._ranks_of_a_host}"
+        return super()._rank_environment(rank, {**(env or {}), "PYDIST_HOST_ID": host})
+
+
+@pytest.fixture(scope="module")
+def three_hosts(backend: str) -> Iterator[Ranks]:
+    with RanksOfHosts(3, {"PYDIST_BACKEND": backend}, ranks_of_a_host=1) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run_over_hosts(three_hosts: Ranks) -> Runner:
+    """On 3 ranks, each of a host of its own."""
+    return lambda function, *args: three_hosts.run(function, *args, timeout=LIMIT_S)
+
+
+def joined() -> tuple[int, int]:
+    """Joins the job; returns this process's rank and the number of ranks."""
     torch.set_num_threads(1)
-    # A process runs one test after the other.
-    os.environ.pop("PYDIST_HOST_ID", None)
-    if ranks_of_a_host is not None:
-        os.environ["PYDIST_HOST_ID"] = f"host {int(os.environ['RANK']) // ranks_of_a_host}"
     pydist.init()
     return pydist.rank(), pydist.world_size()
 

@@ -135,7 +135,8 @@ def training() -> None:
             loss_of_cut(model, rank, 8).backward()
         loss_of_cut(model, rank, 9).backward()
 
-    # Half the bytes between hosts, of which there is one, and hooks of torch's, whose futures know the device.
+    # Half the bytes between hosts, of which there is one, and hooks of torch's, whose futures know
+    # the device.
     for compress, hook in (("bf16", None), (None, "fp16_compress_hook"), (None, "noop")):
         torch.manual_seed(6)
         model = pydist.DataParallel(nn.Linear(40, 30).to("cuda"), compress=compress)

@@ -187,7 +187,7 @@ def test_joining_before_hooks(run: Runner, by_world_size: bool, reduction: str) 
 
 
 def weigh_compressed(compress: Any, reduction: Any) -> None:
-    rank, size = joined(ranks_of_a_host=1)
+    rank, size = joined()
     linear = nn.Linear(40, 1, bias=False)
     model = pydist.DataParallel(linear, compress=compress, reduction=reduction)
     inputs = [batch(r, 1, 40, dtype=torch.float32) for r in range(size)]
@@ -209,13 +209,13 @@ def weigh_compressed(compress: Any, reduction: Any) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("compress", ["bf16", "fp16"])
-def test_weights_in_16_bits(run: Runner, compress: str, reduction: str) -> None:
-    run(weigh_compressed, compress, reduction)
+def test_weights_in_16_bits(run_over_hosts: Runner, compress: str, reduction: str) -> None:
+    run_over_hosts(weigh_compressed, compress, reduction)
 
 
 def shard_compressed() -> None:
     """Shards that travel in 16 bits, weighted."""
-    rank, size = joined(ranks_of_a_host=1)
+    rank, size = joined()
     model = pydist.DataParallel(nn.Linear(40, 1, bias=False), compress="bf16")
     optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)
     before = model.weight.detach().clone()
@@ -228,8 +228,8 @@ def shard_compressed() -> None:
     torch.testing.assert_close(before - model.weight.detach(), mean, rtol=2e-2, atol=2e-2)
 
 
-def test_shards_in_16_bits(run: Runner) -> None:
-    run(shard_compressed)
+def test_shards_in_16_bits(run_over_hosts: Runner) -> None:
+    run_over_hosts(shard_compressed)
 
 
 NO_SAY = r"a communication hook \(or average_bucket\) gets whole gradients.* so that {} has no say"

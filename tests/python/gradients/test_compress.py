@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from training import TIME_LIMIT, Runner, batch, joined
+from training import LIMIT_S, TIME_LIMIT, RanksOfHosts, Runner, batch, joined
 
 import pydist
 
@@ -19,7 +19,7 @@ class Three(nn.ModuleDict):
 
 
 def average_compressed(compress: str, reduction: str) -> None:
-    rank, size = joined(ranks_of_a_host=1)
+    rank, size = joined()
     module = Three(
         {
             "one": nn.Linear(40, 1, bias=False),
@@ -58,8 +58,8 @@ def average_compressed(compress: str, reduction: str) -> None:
 
 @pytest.mark.parametrize("compress", list(DTYPES))
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_compressed_gradients(run_on_each: Runner, compress: str, reduction: str) -> None:
-    run_on_each(average_compressed, compress, reduction)
+def test_compressed_gradients(run_over_hosts: Runner, compress: str, reduction: str) -> None:
+    run_over_hosts(average_compressed, compress, reduction)
 
 
 def average_on_one_host(compress: str) -> None:
@@ -83,7 +83,7 @@ def test_on_one_host_nothing_is_rounded(run_on_each: Runner, compress: str) -> N
 
 def average_large() -> None:
     """Of hosts with one rank and with two: what crosses is rounded, the sums of a host are not."""
-    rank, size = joined(ranks_of_a_host=2)
+    rank, size = joined()
     host_of = [r // 2 for r in range(size)]
     model = pydist.DataParallel(nn.Linear(60_000, 1, bias=False), compress="bf16", reduction="sum")
     inputs = [batch(r, 1, 60_000, dtype=torch.float32) for r in range(size)]
@@ -97,9 +97,9 @@ def average_large() -> None:
     assert torch.equal(model.module.weight.grad, total.to(torch.bfloat16).float())
 
 
-@pytest.mark.parametrize("backend", ["native"], scope="module")
-def test_a_hosts_sum_is_rounded_when_it_leaves(run_on_each: Runner) -> None:
-    run_on_each(average_large)
+def test_a_hosts_sum_is_rounded_when_it_leaves() -> None:
+    with RanksOfHosts(3, {"PYDIST_BACKEND": "native"}, ranks_of_a_host=2) as ranks:
+        ranks.run(average_large, timeout=LIMIT_S)
 
 
 def refuse() -> None:
