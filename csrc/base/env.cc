@@ -37,8 +37,9 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_PORTS", "first-last", "",
                         "The TCP ports that a rank may listen on for other hosts: one for each "
                         "rank of a host. Unset: whichever is free."},
-    EnvironmentVariable{"PYDIST_SOCKETS", "1 to 16", "2",
-                        "TCP connections that a rank makes to each one on another host."},
+    EnvironmentVariable{"PYDIST_SOCKETS", "1 to 16", "",
+                        "TCP connections that a rank makes to each one on another host. Unset: 2, "
+                        "and 1 to a container of the same machine."},
     EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
                         "How long a waiter spins before it sleeps. Unset: 50 where every local "
                         "rank has a core of its own, otherwise 0."},
@@ -186,7 +187,9 @@ NetworkSettings read_network() {
       reject_text("PYDIST_PORTS", text, valid);
     }
   }
-  read_whole("PYDIST_SOCKETS", 1, 16, network.sockets);
+  if (lookup("PYDIST_SOCKETS")) {
+    read_whole("PYDIST_SOCKETS", 1, 16, network.sockets.emplace());
+  }
   return network;
 }
 

@@ -30,8 +30,9 @@ struct NetworkSettings {
   std::vector<std::string> interfaces;
   // By which this host reaches its job; nothing: all that it has.
   std::optional<std::string> address;
-  // Connections that each end makes to another process.
-  std::size_t sockets = 2;
+  // Connections that each end makes to another process. Without a value: one to a process on the
+  // same machine, where more take turns on the same cores; two to others.
+  std::optional<std::size_t> sockets;
 };
 
 enum class AlgorithmChoice { kAuto, kDirect, kRing };

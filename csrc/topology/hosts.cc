@@ -35,8 +35,7 @@ std::string host_identity(const std::optional<std::string>& override_id) {
   if (override_id) {
     return "id:" + *override_id;
   }
-  std::string boot_id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
+  const std::string boot_id = machine_identity();
   if (boot_id.empty()) {
     return "name:" + host_name();
   }
@@ -45,6 +44,12 @@ std::string host_identity(const std::optional<std::string>& override_id) {
   std::error_code ignored;
   const std::string network = std::filesystem::read_symlink("/proc/self/ns/net", ignored).string();
   return join("boot:", boot_id, " ", network);
+}
+
+std::string machine_identity() {
+  std::string boot_id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot_id;
+  return boot_id;
 }
 
 std::string host_name() {

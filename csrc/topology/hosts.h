@@ -15,6 +15,10 @@ namespace pydist {
 // PYDIST_HOST_ID, where set, otherwise the kernel's boot id and the network namespace.
 [[nodiscard]] std::string host_identity(const std::optional<std::string>& override_id);
 
+// The machine that this process runs on, containers of it included, as its kernel tells; empty
+// where that does not.
+[[nodiscard]] std::string machine_identity();
+
 // For messages.
 [[nodiscard]] std::string host_name();
 // The same of a process: "pid 71 on host b".

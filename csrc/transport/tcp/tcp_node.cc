@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "base/log.h"
+#include "topology/hosts.h"
 #include "topology/rendezvous.h"
 #include "transport/tcp/interfaces.h"
 
@@ -38,7 +39,7 @@ FileDescriptor new_epoll() {
 }  // namespace
 
 std::string NodeCard::to_text() const {
-  std::vector<std::string> parts{name};
+  std::vector<std::string> parts{name, machine};
   parts.insert(parts.end(), addresses.begin(), addresses.end());
   return pack(parts);
 }
@@ -50,12 +51,13 @@ NodeCard NodeCard::from_text(const std::string& text) {
   } catch (const std::exception&) {
     // Refused below.
   }
-  if (parts.size() < 2) {
+  if (parts.size() < 3) {
     throw InvalidUsage(join("'", text, "' is no card of a process on the network."));
   }
   NodeCard card;
   card.name = std::move(parts[0]);
-  card.addresses.assign(std::make_move_iterator(parts.begin() + 1),
+  card.machine = std::move(parts[1]);
+  card.addresses.assign(std::make_move_iterator(parts.begin() + 2),
                         std::make_move_iterator(parts.end()));
   return card;
 }
@@ -72,6 +74,7 @@ TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
   }
   listener_not_inherited_.emplace(listener_.get());
   card_.name = random_token();
+  card_.machine = machine_identity();
   const std::uint16_t port = port_of(listener_.get());
   for (const SocketAddress& address : told_addresses(settings)) {
     card_.addresses.push_back(address.with_port(port).to_text());

@@ -42,6 +42,7 @@ namespace pydist {
 // How others reach a process.
 struct NodeCard {
   std::string name;                    // as random_token()
+  std::string machine;                 // as machine_identity()
   std::vector<std::string> addresses;  // SocketAddress::to_text()
 
   [[nodiscard]] std::string to_text() const;
@@ -117,6 +118,7 @@ class TcpNode {
   void serve_meetings();
   // Stops listening where the system has no descriptor to accept with, until the next beat.
   void pause_listening() noexcept;
+  [[nodiscard]] std::size_t sockets_to(const Known& known) const;
   [[nodiscard]] bool is_to_be_dialled(const Known& known) const;
   void dial_where_due();
   void dial(Known& known);

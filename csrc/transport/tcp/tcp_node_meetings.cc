@@ -21,6 +21,8 @@ constexpr std::chrono::seconds kTalkPatience{10};
 // Strangers may not take all descriptors.
 constexpr std::size_t kMostTalks = 128;
 constexpr std::chrono::seconds kBetweenWarnings{10};
+// One flow between two machines may be limited, by their network or by the core that serves it.
+constexpr std::size_t kSocketsBetweenMachines = 2;
 
 std::chrono::milliseconds pause_after(std::size_t failures) {
   return std::chrono::milliseconds(std::min<std::size_t>(200, 5 * failures));
@@ -28,9 +30,14 @@ std::chrono::milliseconds pause_after(std::size_t failures) {
 
 }  // namespace
 
+std::size_t TcpNode::sockets_to(const Known& known) const {
+  const bool is_here = !card_.machine.empty() && known.card.machine == card_.machine;
+  return settings_.sockets.value_or(is_here ? 1 : kSocketsBetweenMachines);
+}
+
 bool TcpNode::is_to_be_dialled(const Known& known) const {
   const Link& link = *known.link;
-  return known.dialled < settings_.sockets && !link.is_lost() && !known.secrets.empty() &&
+  return known.dialled < sockets_to(known) && !link.is_lost() && !known.secrets.empty() &&
          (!known.deadline.has_passed() || (!link.is_up() && link.has_to_send()));
 }
 

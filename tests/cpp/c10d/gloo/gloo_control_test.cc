@@ -204,7 +204,7 @@ TEST(GlooControlTest, FramesThatMakeNoSenseEndTheConnection) {
     ControlledRanks ranks(1);
     const std::string name = random_token();
     ranks.cards.push_back(ranks.cards[0]);
-    write_text(ranks.cards[1].address, NodeCard{name, {"127.0.0.1 port 9"}}.to_text());
+    write_text(ranks.cards[1].address, NodeCard{name, "", {"127.0.0.1 port 9"}}.to_text());
     const std::string token = read_text(ranks.cards[0].token);
     FileDescriptor connection;
     std::thread other([&] {

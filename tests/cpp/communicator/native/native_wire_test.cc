@@ -329,8 +329,8 @@ TEST(NativeWireTest, GarbageInsteadOfAHandshakeAgreesOnNothing) {
     const std::string token = random_token();
     ground.endpoint().network()->expect(token, secret);
     const std::string name = random_token();
-    const LinkPtr link = ground.endpoint().network()->link_to({name, {"127.0.0.1 port 9"}}, token,
-                                                              secret, [](const std::string&) {});
+    const LinkPtr link = ground.endpoint().network()->link_to(
+        {name, "", {"127.0.0.1 port 9"}}, token, secret, [](const std::string&) {});
     const int wanted = frames_to_send() / 4;
     for (int i = 0; i < wanted; ++i) {
       const FileDescriptor stranger = connect_raw(address);

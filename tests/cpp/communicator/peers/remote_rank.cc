@@ -94,8 +94,8 @@ RemoteGround::Process RemoteGround::connect(const std::string& host, bool connec
   card.host_name = host;
   card.pid = 71;
   const std::shared_ptr<TcpNode> node = endpoint_->network();
-  process.peer = endpoint_->meet_over_network(card, NodeCard{process.name, {"127.0.0.1 port 9"}},
-                                              Trust{token_, secret_});
+  process.peer = endpoint_->meet_over_network(
+      card, NodeCard{process.name, "", {"127.0.0.1 port 9"}}, Trust{token_, secret_});
   if (!connects) {
     return process;
   }

@@ -141,7 +141,7 @@ void let_strangers_pass(const std::string& what_they_say, const std::string& log
     EXPECT_LE(most, before + kMostTalks + 2);
     // Those who know the secret come through all the same.
     const std::string name = random_token();
-    static_cast<void>(watched.node->link_to({name, {"127.0.0.1 port 9"}}, watched.token,
+    static_cast<void>(watched.node->link_to({name, "", {"127.0.0.1 port 9"}}, watched.token,
                                             watched.secret, [](const std::string&) {}));
     FileDescriptor known;
     EXPECT_TRUE(eventually([&] {

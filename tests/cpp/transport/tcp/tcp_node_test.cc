@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -21,7 +22,7 @@ namespace {
 
 constexpr std::uint64_t kNodeGroup = 11;
 
-NetworkSettings settings_of_node(std::size_t sockets = 2) {
+NetworkSettings settings_of_node(std::optional<std::size_t> sockets = 2) {
   NetworkSettings settings;
   settings.address = "127.0.0.1";
   settings.sockets = sockets;
@@ -125,13 +126,40 @@ struct Stations {
 };
 
 TEST(TcpNodeTest, ACardComesBack) {
-  const NodeCard card{random_token(), {"127.0.0.1 port 1", "::1 port 65535"}};
+  const NodeCard card{random_token(), "a machine", {"127.0.0.1 port 1", "::1 port 65535"}};
   const NodeCard back = NodeCard::from_text(card.to_text());
   EXPECT_EQ(back.name, card.name);
+  EXPECT_EQ(back.machine, card.machine);
   EXPECT_EQ(back.addresses, card.addresses);
   for (const std::string& text : {std::string(), std::string("x"), card.to_text().substr(3),
-                                  NodeCard{random_token(), {}}.to_text()}) {
+                                  NodeCard{random_token(), "", {}}.to_text()}) {
     EXPECT_THROW(static_cast<void>(NodeCard::from_text(text)), InvalidUsage) << text;
+  }
+}
+
+TEST(TcpNodeTest, OneConnectionIsMadeToAProcessOfTheSameMachineAndTwoToOthers) {
+  const Trusted trusted;
+  LogQueue log;
+  TcpNode node(settings_of_node(std::nullopt), log);
+  for (const bool is_here : {true, false}) {
+    const FileDescriptor listener = listen_on({});
+    const SocketAddress address =
+        SocketAddress::from_host("127.0.0.1").with_port(port_of(listener.get()));
+    const NodeCard card{
+        random_token(), is_here ? node.card().machine : "another machine", {address.to_text()}};
+    const LinkPtr link = node.link_to(card, trusted.token, trusted.secret, nullptr);
+    node.connect(*link, Deadline::in(std::chrono::seconds(30)));
+    // Nobody answers, so each stays as it is.
+    std::vector<FileDescriptor> accepted;
+    const auto has_come = [&] {
+      if (FileDescriptor socket = accept_one(listener.get())) {
+        accepted.push_back(std::move(socket));
+      }
+      return accepted.size() == (is_here ? 1 : 2);
+    };
+    EXPECT_TRUE(eventually(has_come));
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    EXPECT_FALSE(accept_one(listener.get()));
   }
 }
 
@@ -231,7 +259,7 @@ TEST(TcpNodeTest, APeerThatVanishesIsLost) {
   const Trusted trusted;
   Station one(trusted);
   for (const bool is_amid_a_frame : {false, true}) {
-    const NodeCard card{random_token(), {"127.0.0.1 port 9"}};
+    const NodeCard card{random_token(), "", {"127.0.0.1 port 9"}};
     one.is_lost = false;
     one.know(card);
     FileDescriptor raw =
