@@ -12,6 +12,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_interruption();
   pydist::bind_work(module);
   pydist::bind_communicator(module);
+  pydist::bind_meeting(module);
   pydist::bind_one_copy(module);
   pydist::bind_process_group(module);
   pydist::bind_reducer(module);

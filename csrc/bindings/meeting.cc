@@ -1,0 +1,93 @@
+// pydist._native.rehearse_meeting: what the ranks of a native group say to each other through the
+// store when they meet, and nothing else; for bench/meeting.py.
+
+#include <unistd.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/env.h"
+#include "communicator/peers/introduction.h"
+#include "memory/job_secret.h"
+#include "memory/memory_room.h"
+#include "topology/hosts.h"
+#include "topology/rendezvous.h"
+
+#include "bindings/bindings.h"
+#include "c10d/store.h"
+
+namespace pydist {
+namespace {
+
+// As that of a process of this machine, but on one of several hosts.
+Introduction introduction_of(int rank, int ranks_per_host) {
+  Introduction mine;
+  mine.card.address = join("pydist-", random_token());
+  mine.card.host_identity = join(host_identity(std::nullopt), " ", rank / ranks_per_host);
+  mine.card.host_name = join("host-", rank / ranks_per_host);
+  mine.card.pid = ::getpid() + rank % ranks_per_host;
+  mine.card.pid_namespace = "pid:[4026531836]";
+  mine.card.page_number = std::hash<std::string>()(mine.card.address);
+  mine.card.memory_limits = memory_limits();
+  mine.card.processors = allowed_processors();
+  mine.settings = settings_text(Environment());
+  if (rank == 0) {
+    mine.token = random_token();
+  }
+  return mine;
+}
+
+NodeCard node_card_of(int rank, int ranks_per_host) {
+  const int host = rank / ranks_per_host;
+  return {random_token(),
+          join("machine ", host),
+          {join("10.0.", host / 256, ".", host % 256, " port ", 40'000 + rank % ranks_per_host)}};
+}
+
+void rehearse_meeting(c10::intrusive_ptr<c10d::Store> torch_store, int rank, int size,
+                      int ranks_per_host, double timeout_s) {
+  const ReleasedGil released;
+  const StorePtr store = adapt_store(std::move(torch_store));
+  const Deadline deadline = Deadline::in(milliseconds_in(timeout_s));
+  const auto hear_all = [&](const std::string& topic, const std::string& mine) {
+    return exchange(*store, topic, rank, size, mine, deadline, [](int) {});
+  };
+  for (const std::string& text :
+       hear_all("introduction", introduction_of(rank, ranks_per_host).to_text())) {
+    static_cast<void>(Introduction::from_text(text));
+  }
+  if (size > ranks_per_host) {
+    NetworkIntroduction mine;
+    mine.card = node_card_of(rank, ranks_per_host);
+    for (const std::string& text : hear_all("network", mine.to_text())) {
+      static_cast<void>(NetworkIntroduction::from_text(text));
+    }
+  }
+  // As for the verdict: rank 0 hears that all share memory.
+  if (rank != 0) {
+    store->set(join("joined/", rank), "");
+    static_cast<void>(get_while_hoping(*store, "verdict", deadline, [] {}));
+    return;
+  }
+  for (int peer = 1; peer < size; ++peer) {
+    static_cast<void>(get_while_hoping(*store, join("joined/", peer), deadline, [] {}));
+    store->erase(join("joined/", peer));
+  }
+  static_cast<void>(store->settle("verdict", "stands"));
+}
+
+}  // namespace
+
+void bind_meeting(py::module_& module) {
+  module.def(
+      "rehearse_meeting", &rehearse_meeting, py::arg("store"), py::arg("rank"), py::arg("size"),
+      py::arg("ranks_per_host"), py::arg("timeout"),
+      "Says and hears what rank `rank` of a native group does through `store` when the ranks "
+      "meet, and makes no group. Consecutive ranks share a host. All ranks call it. "
+      "`timeout` in seconds.");
+}
+
+}  // namespace pydist
