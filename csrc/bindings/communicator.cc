@@ -365,8 +365,8 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
   const std::chrono::milliseconds patience =
       std::min<std::chrono::milliseconds>(kStorePatience, options.environment.timeout);
   try {
-    return for_python(with_staging(
-        create_native_communicator(adapt_store(std::move(store), patience), rank, size, options)));
+    return for_python(with_staging(create_native_communicator(
+        adapt_store(std::move(store), patience, size), rank, size, options)));
   } catch (const Timeout& late) {
     if (!parent) {
       throw;

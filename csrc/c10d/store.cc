@@ -24,23 +24,36 @@
 namespace pydist {
 namespace {
 
-// A store's own wait would keep other threads from a client of a TCPStore, which serves one call
-// at a time, and that one logs a warning whenever a wait runs out. So keys are asked for again and
-// again, ever more slowly.
+// Note [Asking again]
+// Whoever waits for a key asks for it again and again, ever more slowly. A wait of the store's own
+// would not do. A client of a TCPStore serves one call at a time, so the wait would keep all other
+// threads from it; a clone of the client is one more connection for each rank, which takes a
+// descriptor of the server's, and for which the server looks up a name (see poll_store()). And a
+// wait has to end several times a second, to look for news and for Ctrl-C: a TCPStore logs two
+// warnings each time.
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10'000};
+// Ranks that wait together ask a server no more than 10,000 times a second.
+constexpr std::chrono::microseconds kPauseForEachRank{100};
 // How often a rank that waits for a key asks whether it waits in vain.
 constexpr std::chrono::milliseconds kNewsInterval{200};
 
 class Pause {
  public:
+  explicit Pause(std::chrono::microseconds longest = kLongestPause,
+                 Deadline::Clock::duration waited = {})
+      : longest_(longest),
+        length_(std::clamp(std::chrono::duration_cast<std::chrono::microseconds>(waited),
+                           kFirstPause, longest)) {}
+
   void sleep_until(Deadline deadline) {
     std::this_thread::sleep_for(deadline.remaining(length_));
-    length_ = std::min(length_ * 2, kLongestPause);
+    length_ = std::min(length_ * 2, longest_);
   }
 
  private:
-  std::chrono::microseconds length_ = kFirstPause;
+  const std::chrono::microseconds longest_;
+  std::chrono::microseconds length_;
 };
 
 std::string has_not_come(const std::string& key) {
@@ -124,8 +137,10 @@ struct Answer {
 
 class TorchStore : public KeyValueStore {
  public:
-  TorchStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience)
-      : store_(std::move(store)), patience_(patience) {
+  TorchStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience, int ranks)
+      : store_(std::move(store)),
+        patience_(patience),
+        longest_pause_(std::max(kLongestPause, ranks * kPauseForEachRank)) {
     if (!store_) {
       throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
     }
@@ -147,7 +162,12 @@ class TorchStore : public KeyValueStore {
   }
 
   std::string get(const std::string& key, Deadline deadline) override {
-    Pause pause;
+    return go_on_waiting(key, deadline, Deadline::Clock::now());
+  }
+
+  std::string go_on_waiting(const std::string& key, Deadline deadline,
+                            Deadline::Clock::time_point since) override {
+    Pause pause(longest_pause_, Deadline::Clock::now() - since);
     while (!ask<bool>("read", key, [key](c10d::Store& store) { return store.check({key}); })) {
       if (deadline.has_passed()) {
         throw Timeout(has_not_come(key));
@@ -219,12 +239,14 @@ class TorchStore : public KeyValueStore {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::chrono::milliseconds patience_;
+  const std::chrono::microseconds longest_pause_;
 };
 
 }  // namespace
 
-StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience) {
-  return std::make_shared<TorchStore>(std::move(store), patience);
+StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience,
+                     int ranks) {
+  return std::make_shared<TorchStore>(std::move(store), patience, ranks);
 }
 
 c10::intrusive_ptr<c10d::Store> poll_store(c10::intrusive_ptr<c10d::Store> store,

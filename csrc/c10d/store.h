@@ -28,8 +28,11 @@ namespace pydist {
 // A TCPStore whose name server is silent may take 10 s over each process that connects to it.
 inline constexpr std::chrono::seconds kStorePatience{30};
 
+// `ranks`: how many may wait there at a time. The more they are, the more seldom each of them asks
+// (Note [Asking again]).
 [[nodiscard]] StorePtr adapt_store(c10::intrusive_ptr<c10d::Store> store,
-                                   std::chrono::milliseconds patience = kStorePatience);
+                                   std::chrono::milliseconds patience = kStorePatience,
+                                   int ranks = 1);
 
 // The same keys, under a prefix, on the same connection; but whoever waits for one asks for it
 // again and again.

@@ -27,6 +27,12 @@ class KeyValueStore {
 
   // Waits for the key to appear. Throws Timeout when the deadline passes first.
   [[nodiscard]] virtual std::string get(const std::string& key, Deadline deadline) = 0;
+  // The same for a caller that has waited for the key since `since`, in other calls: a store that
+  // has to be asked again and again is asked the more seldom, the longer that is.
+  [[nodiscard]] virtual std::string go_on_waiting(const std::string& key, Deadline deadline,
+                                                  Deadline::Clock::time_point /*since*/) {
+    return get(key, deadline);
+  }
 
   // Forgets the key, where the store can. Only for keys that nobody will ask for again.
   virtual void erase(const std::string& key) = 0;

@@ -71,6 +71,7 @@ struct Answered : std::exception {
 
 std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadline deadline,
                              const CheckHope& check_hope) {
+  const Deadline::Clock::time_point since = Deadline::Clock::now();
   while (check_hope) {
     std::exception_ptr lost;
     try {
@@ -81,7 +82,7 @@ std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadl
     try {
       // What a rank wrote before it left counts: one more look.
       const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
-      return store.get(key, deadline.earlier_of(Deadline::in(look)));
+      return store.go_on_waiting(key, deadline.earlier_of(Deadline::in(look)), since);
     } catch (const Timeout&) {
       rethrow_if_any(lost);
       if (deadline.has_passed()) {
