@@ -8,11 +8,17 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
     """
+    @property
+    def algorithm(self) -> str:
+        ...
+    @property
+    def chunk_bytes(self) -> int:
+        ...
     @property
     def debug(self) -> bool:
         ...
@@ -22,10 +28,48 @@ class Environment:
         What is logged: the least level, by subsystem; under "" that of all others.
         """
     @property
+    def sockets(self) -> int:
+        """
+        Connections that each end makes to another process.
+        """
+    @property
     def timeout(self) -> float:
         """
         In seconds.
         """
+class NetworkInterface:
+    """
+    One of this host's, as it is now.
+    """
+    @property
+    def addresses(self) -> list[str]:
+        """
+        IPv4 first, without link-local ones of IPv6.
+        """
+    @property
+    def is_loopback(self) -> bool:
+        ...
+    @property
+    def is_running(self) -> bool:
+        """
+        Whether it has a link, too.
+        """
+    @property
+    def is_up(self) -> bool:
+        ...
+    @property
+    def mbit_per_s(self) -> int | None:
+        """
+        As its driver tells; None where it does not.
+        """
+    @property
+    def mtu_bytes(self) -> int | None:
+        """
+        Of the largest packet; None where the system does not know.
+        """
+    @property
+    def name(self) -> str:
+        ...
 class Work:
     """
     An operation under way.
@@ -510,9 +554,9 @@ def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor],
     """
     One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
     """
-def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0, parent: Communicator | None = None) -> Communicator:
+def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0, parent: Communicator | None = None, interfaces: collections.abc.Sequence[str] = [], address: str | None = None) -> Communicator:
     """
-    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an operation that lasts for `long_wait` seconds.
+    Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an operation that lasts for `long_wait` seconds. `interfaces`, or `address` where there are none: by which the other ranks reach this one, beside gloo's own connections.
     """
 def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], parent: Communicator | None = None, address: str | None = None) -> Communicator:
     """
@@ -554,6 +598,10 @@ def multiset_digest(indices: torch.Tensor) -> tuple[int, int]:
     """
     The upper and the lower 64 bits of the digest of a multiset of int64 indices.
     """
+def network_interfaces() -> list[NetworkInterface]:
+    """
+    The interfaces of this process's network namespace.
+    """
 def note_program_end() -> None:
     """
     The program is at its end: peers read that, where they still wait for this process.
@@ -569,10 +617,6 @@ def read_environment() -> Environment:
 def read_page(fd: typing.SupportsInt | typing.SupportsIndex) -> dict:
     """
     The page of a process of pydist, behind a descriptor: its pid, its rank (None before it has joined a job), whether the process has left in good order, the seconds since its last sign of life, and its last operations, the newest first, each with the seconds since it began and ended. Raises pydist.InvalidUsage where the file is no such page.
-    """
-def rehearse_meeting(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, ranks_per_host: typing.SupportsInt | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
-    """
-    Says and hears what rank `rank` of a native group does through `store` when the ranks meet, and makes no group. Consecutive ranks share a host. All ranks call it. `timeout` in seconds.
     """
 def release_process() -> None:
     """
@@ -605,6 +649,10 @@ def step_traffic(parameters: torch.Tensor | collections.abc.Sequence[torch.Tenso
 def tasks_left() -> int | None:
     """
     How many processes and threads more the cgroups grant; None without a limit.
+    """
+def told_addresses(address: str | None) -> list[str]:
+    """
+    The addresses that other hosts are told to connect to: those of PYDIST_INTERFACE; without it `address`, by which the job is reached, or all where that is None.
     """
 def usable_cpu_isas() -> list[str]:
     """

@@ -59,7 +59,8 @@ void bind_environment(py::module_& module) {
       .def_readonly("chunk_bytes", &Environment::chunk_bytes)
       .def_property_readonly(
           "sockets", [](const Environment& self) { return self.network.sockets; },
-          "Connections that each end makes to another process.")
+          "Connections that each end makes to another process; None: one on the same machine, two "
+          "otherwise.")
       .def_property_readonly(
           "log_levels",
           [](const Environment& self) {

@@ -8,9 +8,12 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/env.h"
 #include "communicator/peers/introduction.h"
+#include "communicator/peers/roster.h"
+#include "health/known_processes.h"
 #include "memory/job_secret.h"
 #include "memory/memory_room.h"
 #include "topology/hosts.h"
@@ -50,22 +53,34 @@ NodeCard node_card_of(int rank, int ranks_per_host) {
 void rehearse_meeting(c10::intrusive_ptr<c10d::Store> torch_store, int rank, int size,
                       int ranks_per_host, double timeout_s) {
   const ReleasedGil released;
-  const StorePtr store = adapt_store(std::move(torch_store));
+  const StorePtr store = adapt_store(std::move(torch_store), kStorePatience, size);
   const Deadline deadline = Deadline::in(milliseconds_in(timeout_s));
-  const auto hear_all = [&](const std::string& topic, const std::string& mine) {
-    return exchange(*store, topic, rank, size, mine, deadline, [](int) {});
+  const auto hear = [&](const std::string& topic, const std::string& mine,
+                        const Summarize& summarize) {
+    return exchange(*store, topic, rank, size, mine, summarize, deadline, [](int) {});
   };
-  for (const std::string& text :
-       hear_all("introduction", introduction_of(rank, ranks_per_host).to_text())) {
-    static_cast<void>(Introduction::from_text(text));
+  KnownProcesses processes = strangers(size);
+  const std::string topic = "introduction";
+  const Introduction mine = introduction_of(rank, ranks_per_host);
+  const auto make_roster = [&](const std::vector<std::string>& texts) {
+    return hand_out(*store, topic, read_introductions(texts, processes, "rehearsed")).to_text();
+  };
+  const Roster roster = Roster::from_text(hear(topic, mine.to_text(), make_roster));
+  if (roster.placement.spans_hosts()) {
+    NetworkIntroduction on_network;
+    on_network.card = node_card_of(rank, ranks_per_host);
+    const auto make_network_roster = [&](const std::vector<std::string>& texts) {
+      return NetworkRoster::of(texts, processes, "rehearsed").to_text();
+    };
+    const NetworkRoster network =
+        NetworkRoster::from_text(hear("network", on_network.to_text(), make_network_roster));
+    PYDIST_CHECK(network.cards.at(static_cast<std::size_t>(rank)).addresses ==
+                 on_network.card.addresses);
   }
-  if (size > ranks_per_host) {
-    NetworkIntroduction mine;
-    mine.card = node_card_of(rank, ranks_per_host);
-    for (const std::string& text : hear_all("network", mine.to_text())) {
-      static_cast<void>(NetworkIntroduction::from_text(text));
-    }
-  }
+  const std::vector<Card> cards =
+      cards_on(*store, topic, roster, roster.placement.host_of(rank), deadline);
+  const auto place = static_cast<std::size_t>(roster.placement.index_on_host(rank));
+  PYDIST_CHECK(cards.at(place).to_text() == mine.card.to_text());
   // As for the verdict: rank 0 hears that all share memory.
   if (rank != 0) {
     store->set(join("joined/", rank), "");

@@ -14,7 +14,8 @@
 namespace pydist {
 namespace {
 
-// Rank 0 has waited its time; a rank that came in the meantime is not missing.
+// Rank 0 has waited its time; a rank that came in the meantime is not missing. All that are left
+// are given so long together: the others do not wait for rank 0 for ever.
 constexpr std::chrono::milliseconds kLastLook{20};
 
 // How long one look into the store waits while there is hope to check.
@@ -44,19 +45,16 @@ std::string said(const std::string& topic, int rank) { return join(topic, "/", r
 
 std::optional<ErrorDescription> failure_in(const std::string& answer) {
   const std::vector<std::string> parts = unpack(answer);
-  PYDIST_CHECK(parts.size() >= 2);
+  PYDIST_CHECK(parts.size() == 2);
   return parts[0] == kAll ? std::nullopt : std::optional(ToldError::from_text(parts[1]).error);
 }
 
-// What all have said, by an answer; throws where that is a failure.
-std::vector<std::string> parts_of(const std::string& answer, int size) {
+// The summary that an answer holds; throws where it is a failure.
+std::string summary_in(const std::string& answer) {
   if (const std::optional<ErrorDescription> failure = failure_in(answer)) {
     throw_described(*failure);
   }
-  std::vector<std::string> parts = unpack(answer);
-  parts.erase(parts.begin());
-  PYDIST_CHECK(parts.size() == static_cast<std::size_t>(size));
-  return parts;
+  return unpack(answer)[1];
 }
 
 std::string answer_key(const std::string& topic) { return topic + "/all"; }
@@ -115,19 +113,19 @@ std::vector<std::string> unpack(const std::string& text) {
   return parts;
 }
 
-std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic, int rank,
-                                  int size, const std::string& mine, Deadline deadline,
-                                  const CheckHopeOf& check_hope, const LatenessOf& lateness) {
+std::string exchange(KeyValueStore& store, const std::string& topic, int rank, int size,
+                     const std::string& mine, const Summarize& summarize, Deadline deadline,
+                     const CheckHopeOf& check_hope, const LatenessOf& lateness) {
   if (size == 1) {
-    return {mine};
+    return summarize({mine});
   }
   if (!lateness) {
-    return exchange(store, topic, rank, size, mine, deadline, check_hope,
+    return exchange(store, topic, rank, size, mine, summarize, deadline, check_hope,
                     [&](const auto& missing) { return lateness_by_number(topic, size, missing); });
   }
   // Note [One answer]
-  // Under one key in the store stands what all have said, or why that cannot be. Rank 0 writes it,
-  // or before that the first rank whose wait ends otherwise. So all read the same.
+  // Under one key in the store stands the summary of what all have said, or why there is none. Rank
+  // 0 writes it, or before that the first rank whose wait ends otherwise. So all read the same.
   Deadline next_look = Deadline::in(kLook);
   const auto hope_of = [&](int awaited) -> CheckHope {
     if (rank != 0 && !check_hope) {
@@ -159,29 +157,32 @@ std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic
         }
         answer = store.settle(answer_key(topic), answer_of_failure(lateness({0})));
       }
-      return parts_of(answer, size);
+      return summary_in(answer);
     }
-    std::vector<std::string> parts{kAll, mine};
+    std::vector<std::string> parts{mine};
     std::vector<int> missing;
+    Deadline last_look = deadline;
     for (int peer = 1; peer < size; ++peer) {
       try {
         parts.push_back(missing.empty()
                             ? get_while_hoping(store, said(topic, peer), deadline, hope_of(peer))
-                            : store.get(said(topic, peer), Deadline::in(kLastLook)));
+                            : store.get(said(topic, peer), last_look));
         store.erase(said(topic, peer));
       } catch (const Timeout&) {
         if (!deadline.has_passed()) {
           throw;  // it is what has befallen others
         }
+        if (missing.empty()) {
+          last_look = Deadline::in(kLastLook);
+        }
         missing.push_back(peer);
       }
     }
-    return parts_of(
-        store.settle(answer_key(topic),
-                     missing.empty() ? pack(parts) : answer_of_failure(lateness(missing))),
-        size);
+    return summary_in(store.settle(answer_key(topic), missing.empty()
+                                                          ? pack({kAll, summarize(parts)})
+                                                          : answer_of_failure(lateness(missing))));
   } catch (const Answered& it) {
-    return parts_of(it.answer, size);
+    return summary_in(it.answer);
   } catch (...) {
     throw_told(decline(store, topic, why_given_up(lateness({rank}).blame)));
   }

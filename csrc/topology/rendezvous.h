@@ -1,4 +1,5 @@
-// Meeting over a key-value store: every rank says something, every rank hears everybody.
+// Meeting over a key-value store: every rank says something, and hears what rank 0 makes of what
+// all have said.
 
 #pragma once
 
@@ -20,6 +21,8 @@ using CheckHope = std::function<void()>;
 using CheckHopeOf = std::function<void(int)>;
 // What all throw who have waited for these ranks until the deadline.
 using LatenessOf = std::function<ErrorDescription(const std::vector<int>&)>;
+// What rank 0 makes of what all ranks have said, by rank. What it throws, all throw.
+using Summarize = std::function<std::string(const std::vector<std::string>&)>;
 
 // How much longer than rank 0 the others wait, so that they hear from it who was missing.
 inline constexpr std::chrono::seconds kGraceAfterRankZero{10};
@@ -29,17 +32,17 @@ inline constexpr std::chrono::seconds kGraceAfterRankZero{10};
 [[nodiscard]] std::string get_while_hoping(KeyValueStore& store, const std::string& key,
                                            Deadline deadline, const CheckHope& check_hope);
 
-// Returns what all ranks said, in rank order. Collective; `topic` is fresh each time and the same
-// on every rank. Rank 0 gathers and hands out, so the store sees O(size) requests, not O(size^2).
+// Returns the summary of what all ranks said, which rank 0 makes. Collective; `topic` is fresh each
+// time and the same on every rank. Rank 0 gathers and hands out, so the store sees O(size)
+// requests, not O(size^2); every rank reads the summary, so a short one keeps the bytes few.
 //
 // When ranks are missing at the deadline, every rank that came throws a Timeout that names them:
 // what `lateness` says, where it is given. What ends the wait of one rank otherwise, all throw: see
 // why_given_up().
-[[nodiscard]] std::vector<std::string> exchange(KeyValueStore& store, const std::string& topic,
-                                                int rank, int size, const std::string& mine,
-                                                Deadline deadline,
-                                                const CheckHopeOf& check_hope = nullptr,
-                                                const LatenessOf& lateness = nullptr);
+[[nodiscard]] std::string exchange(KeyValueStore& store, const std::string& topic, int rank,
+                                   int size, const std::string& mine, const Summarize& summarize,
+                                   Deadline deadline, const CheckHopeOf& check_hope = nullptr,
+                                   const LatenessOf& lateness = nullptr);
 
 // For a rank that will not take part in an exchange(): nobody waits for it. Returns what all others
 // throw: this, or what another rank has said before.

@@ -63,7 +63,7 @@ class JobTopology:
         covers: Which links were measured: "all pairs" or "ring".
         links: What was measured between hosts.
         sockets: Connections that each end makes to another process; None on another backend than
-            native.
+            native, or where the engine chooses by machine (PYDIST_SOCKETS).
     """
 
     placement: Placement

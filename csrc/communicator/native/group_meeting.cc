@@ -18,6 +18,7 @@
 #include "communicator/peers/group_memory.h"
 #include "communicator/peers/introduction.h"
 #include "communicator/peers/meeting_secret.h"
+#include "communicator/peers/roster.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "memory/memory_room.h"
@@ -55,7 +56,6 @@ class Meeting {
         topic_(topic_of(options.name)),
         chunk_bytes_(round_up(options.environment.chunk_bytes, page_bytes())),
         deadline_(Deadline::in(options.environment.timeout)),
-        placement_(size),
         secret_(options.secret, options.environment.job_secret) {
     PYDIST_CHECK(processes_.size() == static_cast<std::size_t>(size));
     KnownProcess& own = processes_[static_cast<std::size_t>(rank)];
@@ -71,7 +71,7 @@ class Meeting {
       stay_alone();
     } else {
       meet();
-      membership_.endpoint->limit_spin(spin_time(options_.environment, on_this_host()));
+      membership_.endpoint->limit_spin(spin_time(options_.environment, cards_));
     }
     membership_.group_segment = memory_.group();
     membership_.message_segment = memory_.messages();
@@ -88,7 +88,7 @@ class Meeting {
     };
     try {
       introduce();
-      if (placement_.spans_hosts()) {
+      if (placement().spans_hosts()) {
         introduce_to_hosts();
       }
       share_or_fail();
@@ -118,9 +118,8 @@ class Meeting {
       offers.clear();
       memory_ = no_memory();
       membership_.remote.reset();
-      if (const auto network = membership_.endpoint->network();
-          network && !introductions_.empty()) {
-        network->no_longer_expect(introductions_[0].token);
+      if (const auto network = membership_.endpoint->network(); network && !roster_.ranks.empty()) {
+        network->no_longer_expect(roster_.token);
       }
       tell(error);
       if (interruption_ != nullptr) {
@@ -203,7 +202,7 @@ class Meeting {
       const std::vector<int>& guilty = what.blame.ranks;
       const bool is_own = guilty.empty() || guilty == std::vector<int>{process(rank_).rank};
       what.message = join("The ranks of group '", options_.name, "' cannot ",
-                          placement_.spans_hosts() ? "be joined: " : "share memory: ",
+                          placement().spans_hosts() ? "be joined: " : "share memory: ",
                           is_own ? process(rank_).who() + ": " : "", words_of(what.message),
                           on_numbers(processes_));
     }
@@ -253,7 +252,7 @@ class Meeting {
     std::string why = join("it waits for ", process(awaited).who(), ", which ");
     if (!plight.empty()) {
       why += plight;
-    } else if (!introductions_.empty()) {
+    } else if (!roster_.ranks.empty()) {
       why += "has not shared memory yet, or waits itself for one that has not";
     } else {
       why += awaited == 0 ? "has not come, or waits itself for one that has not" : "has not come";
@@ -286,7 +285,7 @@ class Meeting {
     use_endpoint();
     Endpoint& endpoint = *membership_.endpoint;
     memory_.create();
-    memory_.reserve(rank_, placement_);
+    memory_.reserve(rank_, Placement(1));
     auto self = std::make_shared<Peer>();
     self->host = host_name();
     self->pid = self->local_pid = ::getpid();
@@ -316,22 +315,22 @@ class Meeting {
       memory_ = no_memory();
       secret_.forget();
     }
-    std::vector<std::string> identities;
-    for (const std::string& text : hear_all(introduction_topic(options_.name), mine.to_text())) {
-      introductions_.push_back(Introduction::from_text(text));
-      const Card& card = introductions_.back().card;
-      KnownProcess& its = processes_[introductions_.size() - 1];
-      its.host = card.host_name;
-      its.pid = card.pid;
-      identities.push_back(card.host_identity);
+    const std::string topic = introduction_topic(options_.name);
+    const auto make_roster = [&](const std::vector<std::string>& texts) {
+      return hand_out(store_, topic, read_introductions(texts, processes_, options_.name))
+          .to_text();
+    };
+    roster_ = Roster::from_text(hear_roster(topic, mine.to_text(), make_roster));
+    PYDIST_CHECK(placement().size() == size_);
+    for (std::size_t rank = 0; rank < roster_.ranks.size(); ++rank) {
+      processes_[rank].host = roster_.ranks[rank].host_name;
+      processes_[rank].pid = roster_.ranks[rank].pid;
     }
-    check_introductions(introductions_, processes_, options_.name);
-    placement_ = Placement(identities);
   }
 
-  // What each rank says under `topic`, by rank.
-  [[nodiscard]] std::vector<std::string> hear_all(const std::string& topic,
-                                                  const std::string& mine) {
+  // What rank 0 makes of what each rank says under `topic`.
+  [[nodiscard]] std::string hear_roster(const std::string& topic, const std::string& mine,
+                                        const Summarize& summarize) {
     const auto hope = [this](int awaited) {
       show_awaited(awaited);
       warn_if_long(awaited);
@@ -340,7 +339,7 @@ class Meeting {
         options_.check_hope();
       }
     };
-    return exchange(store_, topic, rank_, size_, mine, deadline_, hope,
+    return exchange(store_, topic, rank_, size_, mine, summarize, deadline_, hope,
                     [this](const auto& ranks) { return lateness_of(ranks); });
   }
 
@@ -358,44 +357,36 @@ class Meeting {
                "The ranks are on several hosts and PYDIST_JOB_SECRET is not set, so they share a "
                "secret through the job's store, where everybody who reaches it can read it.");
     }
-    for (const std::string& text : hear_all(topic_ + "/network", mine.to_text())) {
-      NetworkIntroduction each = NetworkIntroduction::from_text(text);
-      if (const std::string& complaint = each.complaint; !complaint.empty()) {
-        const KnownProcess& its = processes_[node_cards_.size()];
-        throw TransportError(join(its.who(),
-                                  " can't be reached by other hosts, so it can't take "
-                                  "part in group '",
-                                  options_.name, "': ", complaint, on_numbers(processes_)),
-                             its.blame(complaint));
-      }
-      if (!each.secret.empty() && node_cards_.empty()) {
-        secret_.hear(each.secret);
-      }
-      node_cards_.push_back(std::move(each.card));
+    const auto make_roster = [this](const std::vector<std::string>& texts) {
+      return NetworkRoster::of(texts, processes_, options_.name).to_text();
+    };
+    network_roster_ =
+        NetworkRoster::from_text(hear_roster(topic_ + "/network", mine.to_text(), make_roster));
+    PYDIST_CHECK(network_roster_.cards.size() == static_cast<std::size_t>(size_));
+    if (!network_roster_.secret.empty()) {
+      secret_.hear(network_roster_.secret);
     }
   }
 
   [[nodiscard]] GroupMemory no_memory() const { return {size_, chunk_bytes_}; }
 
   // -- by host ----------------------------------------------------------------------------------
-  [[nodiscard]] int own_host() const { return placement_.host_of(rank_); }
-  [[nodiscard]] int leader() const { return placement_.leader_of(own_host()); }
-  [[nodiscard]] std::vector<Introduction> on_this_host() const {
-    std::vector<Introduction> those;
-    for (const int rank : placement_.ranks_on(own_host())) {
-      those.push_back(introductions_[static_cast<std::size_t>(rank)]);
-    }
-    return those;
+  [[nodiscard]] const Placement& placement() const { return roster_.placement; }
+  [[nodiscard]] int own_host() const { return placement().host_of(rank_); }
+  [[nodiscard]] int leader() const { return placement().leader_of(own_host()); }
+  // That of a rank of this host.
+  [[nodiscard]] const Card& card_of(int rank) const {
+    return cards_[static_cast<std::size_t>(placement().index_on_host(rank))];
   }
+
   // Gets what the group is made of, and backs this rank's part of it with memory.
   void share(std::vector<SegmentOffer>& offers) {
     Endpoint& endpoint = *membership_.endpoint;
-    const Introduction& first = introductions_[0];
-    const std::string& token = first.token;
-    const Trust trust{token, secret_.get(first.secret_folder, token).derive(token)};
+    const std::string& token = roster_.token;
+    const Trust trust{token, secret_.get(roster_.secret_folder, token).derive(token)};
     membership_.secret = std::make_shared<const JobSecret>(trust.secret.derive("splits"));
     offers = endpoint.receive(trust);
-    const bool spans_hosts = placement_.spans_hosts();
+    const bool spans_hosts = placement().spans_hosts();
     if (spans_hosts) {
       endpoint.network()->expect(token, trust.secret);
     }
@@ -410,11 +401,15 @@ class Meeting {
         offers.push_back(std::move(offer));
       }
     }
+    noting_interruption(interruption_, [this] {
+      cards_ = cards_on(store_, introduction_topic(options_.name), roster_, own_host(), deadline_);
+    });
+    PYDIST_CHECK(cards_.size() == placement().ranks_on(own_host()).size());
     meet_peers(trust);
     if (rank_ != leader()) {
       fetch_memory(trust);
     }
-    memory_.reserve(rank_, placement_);
+    memory_.reserve(rank_, placement());
     if (spans_hosts) {
       join_hosts(token);
     }
@@ -424,22 +419,24 @@ class Meeting {
     Endpoint& endpoint = *membership_.endpoint;
     for (int peer = 0; peer < size_; ++peer) {
       const auto place = static_cast<std::size_t>(peer);
-      const Card& card = introductions_[place].card;
-      membership_.memory_limits.push_back(card.memory_limits);
       with(peer, [&] {
         membership_.peers.push_back(
-            placement_.share_host(peer, rank_)
-                ? endpoint.meet(card, trust, deadline_, [this, peer] { check_hope(peer); })
-                : endpoint.meet_over_network(card, node_cards_[place], trust));
+            placement().share_host(peer, rank_)
+                ? endpoint.meet(card_of(peer), trust, deadline_, [this, peer] { check_hope(peer); })
+                : endpoint.meet_over_network(roster_.ranks[place], network_roster_.cards[place],
+                                             trust));
       });
       processes_[place].local_pid = membership_.peers.back()->local_pid;
+    }
+    for (const Card& card : cards_) {
+      membership_.memory_limits.push_back(card.memory_limits);
     }
   }
 
   void fetch_memory(const Trust& trust) {
     const int first = leader();
-    const Card& card = introductions_[static_cast<std::size_t>(first)].card;
-    memory_.fetch(placement_.spans_hosts(), [&](const char* name) {
+    const Card& card = card_of(first);
+    memory_.fetch(placement().spans_hosts(), [&](const char* name) {
       return with(first, [&] {
         return std::move(
             fetch_segment(card.address, trust.token + name, trust.secret, deadline_, [this, first] {
@@ -451,11 +448,11 @@ class Meeting {
 
   void join_hosts(const std::string& token) {
     membership_.remote = std::make_shared<RemoteRanks>(
-        rank_, placement_, number_of_token(token), token, *membership_.endpoint, memory_.group(),
+        rank_, placement(), number_of_token(token), token, *membership_.endpoint, memory_.group(),
         RemoteRanks::Lanes{memory_.messages(), memory_.collectives()}, membership_.peers);
-    FirstConnections connections(*membership_.endpoint->network(), rank_, placement_,
+    FirstConnections connections(*membership_.endpoint->network(), rank_, placement(),
                                  membership_.peers, deadline_);
-    connections.wait([this](int peer) { check_hope(peer); }, processes_, node_cards_);
+    connections.wait([this](int peer) { check_hope(peer); }, processes_, network_roster_.cards);
   }
 
   // What does not know the ranks, and deals with one.
@@ -483,15 +480,15 @@ class Meeting {
   const int rank_;
   const int size_;
   const NativeOptions& options_;
-  KnownProcesses processes_;  // by rank; more of them from their introductions on
+  KnownProcesses processes_;  // by rank; more of them from the roster on
   const std::string topic_;
   const std::size_t chunk_bytes_;
   const Deadline deadline_;
   NativeMembership membership_;
   GroupMemory memory_ = no_memory();
-  std::vector<Introduction> introductions_;
-  Placement placement_;
-  std::vector<NodeCard> node_cards_;  // by rank; empty on one host
+  Roster roster_;                 // empty until the ranks have introduced themselves
+  NetworkRoster network_roster_;  // empty on one host
+  std::vector<Card> cards_;       // of the ranks of this host
   MeetingSecret secret_;
   std::exception_ptr interruption_;  // by the user, amid the meeting
   std::exception_ptr failure_;       // of all ranks, once it is settled

@@ -28,7 +28,7 @@ struct NativeMembership {
   LaneSegment message_segment;
   std::shared_ptr<RemoteRanks> remote;  // null where all ranks are on one host
   SharedFile heap_file;
-  std::vector<std::string> memory_limits;   // of each rank, as memory_limits()
+  std::vector<std::string> memory_limits;   // of each rank of this host, as memory_limits()
   std::shared_ptr<const JobSecret> secret;  // for the groups that are split off
 };
 

@@ -431,18 +431,18 @@ std::shared_ptr<TcpNode> Endpoint::network() {
   return network_;
 }
 
-PeerPtr Endpoint::meet_over_network(const Card& card, const NodeCard& node_card,
+PeerPtr Endpoint::meet_over_network(const Acquaintance& process, const NodeCard& node_card,
                                     const Trust& trust) {
   end_served();
   const std::lock_guard lock(mutex_);
-  PeerPtr& peer = peers_[card.address];
+  PeerPtr& peer = peers_[node_card.name];
   if (!peer) {
     peer = std::make_shared<Peer>();
-    peer->description = name_of_process(card.pid, card.host_name);
-    peer->host = card.host_name;
-    peer->pid = card.pid;
+    peer->description = name_of_process(process.pid, process.host_name);
+    peer->host = process.host_name;
+    peer->pid = process.pid;
     peer->mirror = std::make_unique<ProcessPage>();
-    peer->mirror->number.store(card.page_number, std::memory_order_relaxed);
+    peer->mirror->number.store(process.page_number, std::memory_order_relaxed);
     peer->mute_doorbell = std::make_unique<Doorbell>();
     peer->page = peer->mirror.get();
     peer->doorbell = peer->mute_doorbell.get();

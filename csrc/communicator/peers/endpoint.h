@@ -50,6 +50,13 @@ struct Card {
   [[nodiscard]] static Card from_text(const std::string& text);
 };
 
+// What a process has to know of one on another host, besides how it is reached.
+struct Acquaintance {
+  std::string host_name;
+  pid_t pid = 0;  // as it knows itself
+  std::uint64_t page_number = 0;
+};
+
 // What the ranks of one group have in common when they meet, and nobody else.
 struct Trust {
   std::string token;  // what the keys of their segments begin with
@@ -137,9 +144,9 @@ class Endpoint {
   [[nodiscard]] std::shared_ptr<TcpNode> open_network(const std::optional<std::string>& address);
   // The same; null where it has not been opened.
   [[nodiscard]] std::shared_ptr<TcpNode> network();
-  // Meets a process of another host, which shows both cards. Nothing is sent before the link is
-  // used, or told to connect. The network is open.
-  [[nodiscard]] PeerPtr meet_over_network(const Card& card, const NodeCard& node_card,
+  // Meets a process of another host. Nothing is sent before the link is used, or told to connect.
+  // The network is open.
+  [[nodiscard]] PeerPtr meet_over_network(const Acquaintance& process, const NodeCard& node_card,
                                           const Trust& trust);
 
   // Keeps what a group that this process has let go of has to do for other ranks of its host, until
@@ -184,11 +191,12 @@ class Endpoint {
   std::shared_ptr<ProcessFrames> frames_;                    // guarded by mutex_
   std::shared_ptr<TcpNode> network_;                         // guarded by mutex_
   std::vector<std::shared_ptr<RemoteRanks>> still_serving_;  // guarded by mutex_
-  std::map<std::string, PeerPtr> peers_;                     // by address; guarded by mutex_
-  std::optional<std::chrono::nanoseconds> spin_;             // guarded by mutex_
-  int uses_ = 0;                                             // guarded by mutex_
-  bool is_released_ = false;                                 // guarded by mutex_
-  std::unique_ptr<PeerDeathMonitor> monitor_;                // guarded by mutex_; destroyed first
+  // By address, or where they are on other hosts by NodeCard::name; guarded by mutex_.
+  std::map<std::string, PeerPtr> peers_;
+  std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_
+  int uses_ = 0;                                  // guarded by mutex_
+  bool is_released_ = false;                      // guarded by mutex_
+  std::unique_ptr<PeerDeathMonitor> monitor_;     // guarded by mutex_; destroyed first
 };
 
 // What a group, or its meeting, has while it needs the endpoint's threads and socket.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <exception>
 #include <optional>
 
 #include "base/error.h"
@@ -42,8 +43,23 @@ std::string settings_text(const Environment& environment) {
               " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
 }
 
-void check_introductions(const std::vector<Introduction>& ranks, const KnownProcesses& processes,
-                         const std::string& name) {
+std::vector<Introduction> read_introductions(const std::vector<std::string>& texts,
+                                             KnownProcesses& processes, const std::string& name) {
+  std::vector<Introduction> ranks;
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    KnownProcess& process = processes[rank];
+    try {
+      ranks.push_back(Introduction::from_text(texts[rank]));
+    } catch (const std::exception&) {
+      throw Mismatch(join("Rank ", processes[0].rank, " can't read how ", process.who(),
+                          " introduces itself to group '", name,
+                          "': they run different versions of pydist. Install the same one on all "
+                          "hosts."),
+                     process.blame("runs another version of pydist"));
+    }
+    process.host = ranks[rank].card.host_name;
+    process.pid = ranks[rank].card.pid;
+  }
   for (std::size_t rank = 0; rank < ranks.size(); ++rank) {
     const Introduction& each = ranks[rank];
     const KnownProcess& process = processes[rank];
@@ -59,16 +75,16 @@ void check_introductions(const std::vector<Introduction>& ranks, const KnownProc
           process.blame(join("has other settings than rank ", processes[0].rank)));
     }
   }
+  return ranks;
 }
 
-std::chrono::nanoseconds spin_time(const Environment& environment,
-                                   const std::vector<Introduction>& ranks) {
+std::chrono::nanoseconds spin_time(const Environment& environment, const std::vector<Card>& cards) {
   std::vector<std::vector<int>> allowed;
   std::optional<double> quota;
-  for (const Introduction& each : ranks) {
-    allowed.push_back(each.card.processors);
-    if (each.card.processor_quota) {
-      quota = std::min(quota.value_or(*each.card.processor_quota), *each.card.processor_quota);
+  for (const Card& card : cards) {
+    allowed.push_back(card.processors);
+    if (card.processor_quota) {
+      quota = std::min(quota.value_or(*card.processor_quota), *card.processor_quota);
     }
   }
   return environment.spin_time(has_core_for_every_rank(allowed, quota));

@@ -37,14 +37,15 @@ struct NetworkIntroduction {
 // What all ranks must have set alike, in words.
 [[nodiscard]] std::string settings_text(const Environment& environment);
 
-// Throws where the ranks cannot make up the group `name`; every rank comes to the same conclusion.
-// `processes` are theirs.
-void check_introductions(const std::vector<Introduction>& ranks, const KnownProcesses& processes,
-                         const std::string& name);
+// The introductions of all ranks, by rank; `processes`, which are theirs, are completed by them.
+// Throws where the ranks cannot make up the group `name`.
+[[nodiscard]] std::vector<Introduction> read_introductions(const std::vector<std::string>& texts,
+                                                           KnownProcesses& processes,
+                                                           const std::string& name);
 
-// How long a rank that waits spins before it sleeps: not at all where ranks share cores. `ranks`:
-// those of its host.
+// How long a rank that waits spins before it sleeps: not at all where ranks share cores. `cards`:
+// those of the ranks of its host.
 [[nodiscard]] std::chrono::nanoseconds spin_time(const Environment& environment,
-                                                 const std::vector<Introduction>& ranks);
+                                                 const std::vector<Card>& cards);
 
 }  // namespace pydist

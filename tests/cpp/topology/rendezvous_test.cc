@@ -35,7 +35,9 @@ std::string text_of(int rank) {
   }
 }
 
-TEST(RendezvousTest, EverybodyHearsEverybodyInRankOrder) {
+std::string all_of(const std::vector<std::string>& said) { return pack(said); }
+
+TEST(RendezvousTest, EverybodyHearsWhatRankZeroMakesOfAllInRankOrder) {
   for (const int size : {1, 2, 3, 8, 33}) {
     MemoryStore store;
     std::vector<std::string> expected;
@@ -43,7 +45,8 @@ TEST(RendezvousTest, EverybodyHearsEverybodyInRankOrder) {
       expected.push_back(text_of(rank));
     }
     run_ranks(size, [&](int rank) {
-      EXPECT_EQ(exchange(store, "topic", rank, size, text_of(rank), Deadline::in(seconds(30))),
+      EXPECT_EQ(unpack(exchange(store, "topic", rank, size, text_of(rank), all_of,
+                                Deadline::in(seconds(30)))),
                 expected);
     });
   }
@@ -53,7 +56,8 @@ TEST(RendezvousTest, RequestsGrowWithTheSizeNotItsSquare) {
   constexpr int kSize = 32;
   MemoryStore store;
   run_ranks(kSize, [&](int rank) {
-    static_cast<void>(exchange(store, "topic", rank, kSize, "x", Deadline::in(seconds(30))));
+    static_cast<void>(
+        exchange(store, "topic", rank, kSize, "x", all_of, Deadline::in(seconds(30))));
   });
   EXPECT_LE(store.requests(), 5u * kSize);
   // What the ranks said is gone; only the answer stays.
@@ -62,8 +66,7 @@ TEST(RendezvousTest, RequestsGrowWithTheSizeNotItsSquare) {
 
 TEST(RendezvousTest, AWorldOfOneNeedsNoStore) {
   MemoryStore store;
-  EXPECT_EQ(exchange(store, "alone", 0, 1, "me", Deadline::never()),
-            std::vector<std::string>{"me"});
+  EXPECT_EQ(exchange(store, "alone", 0, 1, "me", all_of, Deadline::never()), pack({"me"}));
   EXPECT_EQ(store.requests(), 0u);
 }
 
@@ -71,9 +74,9 @@ TEST(RendezvousTest, TopicsDoNotMix) {
   MemoryStore store;
   run_ranks(3, [&](int rank) {
     for (int round = 0; round < 20; ++round) {
-      const auto all = exchange(store, join("round ", round), rank, 3, join(rank, "@", round),
-                                Deadline::in(seconds(30)));
-      EXPECT_EQ(all[2], join("2@", round));
+      const std::string all = exchange(store, join("round ", round), rank, 3,
+                                       join(rank, "@", round), all_of, Deadline::in(seconds(30)));
+      EXPECT_EQ(unpack(all)[2], join("2@", round));
     }
   });
 }
@@ -88,7 +91,7 @@ TEST(RendezvousTest, EverybodyNamesTheMissing) {
     }
     try {
       static_cast<void>(
-          exchange(store, "start", rank, kSize, "here", Deadline::in(milliseconds(200))));
+          exchange(store, "start", rank, kSize, "here", all_of, Deadline::in(milliseconds(200))));
       ADD_FAILURE() << "rank " << rank << " met ranks that never came";
     } catch (const Timeout& error) {
       const std::string text = error.what();
@@ -101,13 +104,31 @@ TEST(RendezvousTest, EverybodyNamesTheMissing) {
   EXPECT_EQ(complaints.load(), 4);
 }
 
+// Rank 0 has to say who is missing before the others lose their patience with it.
 TEST(RendezvousTest, ManyMissingRanksCostOneDeadline) {
   MemoryStore store;
   const auto before = Deadline::Clock::now();
-  EXPECT_THROW(
-      static_cast<void>(exchange(store, "lonely", 0, 16, "", Deadline::in(milliseconds(200)))),
-      Timeout);
+  EXPECT_THROW(static_cast<void>(
+                   exchange(store, "lonely", 0, 1024, "", all_of, Deadline::in(milliseconds(200)))),
+               Timeout);
   EXPECT_LT(Deadline::Clock::now() - before, seconds(3));
+}
+
+TEST(RendezvousTest, WhatRankZeroFindsWrongAllThrow) {
+  MemoryStore store;
+  const Summarize refuse = [](const std::vector<std::string>& said) -> std::string {
+    throw Mismatch(join("rank 1 says ", said[1]), Blame{.ranks = {1}});
+  };
+  run_ranks(4, [&](int rank) {
+    try {
+      static_cast<void>(exchange(store, "topic", rank, 4, join("word ", rank), refuse,
+                                 Deadline::in(seconds(30))));
+      FAIL() << "rank " << rank;
+    } catch (const Mismatch& error) {
+      EXPECT_STREQ(error.what(), "rank 1 says word 1");
+      EXPECT_EQ(error.blame().ranks, std::vector<int>{1});
+    }
+  });
 }
 
 TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
@@ -116,7 +137,7 @@ TEST(RendezvousTest, ARankThatDeclinesIsNotWaitedFor) {
   decline(store, "topic", {ErrorKind::kAborted, "rank 2 gave up", Blame{.ranks = {2}}});
   run_ranks(2, [&](int rank) {
     try {
-      static_cast<void>(exchange(store, "topic", rank, 3, "", Deadline::in(seconds(30))));
+      static_cast<void>(exchange(store, "topic", rank, 3, "", all_of, Deadline::in(seconds(30))));
       FAIL() << "rank " << rank;
     } catch (const Aborted& error) {
       EXPECT_STREQ(error.what(), "rank 2 gave up");
@@ -137,7 +158,8 @@ TEST(RendezvousTest, WhomARankHasLostIsNamedToTheOthers) {
         }
       };
       try {
-        static_cast<void>(exchange(store, "topic", rank, 4, "", Deadline::in(seconds(30)), hope));
+        static_cast<void>(
+            exchange(store, "topic", rank, 4, "", all_of, Deadline::in(seconds(30)), hope));
         FAIL() << "rank " << rank;
       } catch (const PeerLost& error) {
         EXPECT_NE(std::string(error.what()).find("rank 3 has died"), std::string::npos);
@@ -157,7 +179,8 @@ TEST(RendezvousTest, AnInterruptedRankIsNamedToTheOthers) {
       }
     };
     try {
-      static_cast<void>(exchange(store, "topic", rank, 4, "", Deadline::in(seconds(30)), hope));
+      static_cast<void>(
+          exchange(store, "topic", rank, 4, "", all_of, Deadline::in(seconds(30)), hope));
       FAIL() << "rank " << rank;
     } catch (const Aborted& error) {
       EXPECT_NE(std::string(error.what()).find("rank 1 was interrupted"), std::string::npos);
@@ -178,9 +201,10 @@ TEST(RendezvousTest, ARank0ThatComesTooLateLearnsIt) {
       throw Timeout("rank 0 is stopped");
     }
   };
-  EXPECT_THROW(static_cast<void>(exchange(store, "topic", 1, 2, "", deadline, stopped)), Timeout);
+  EXPECT_THROW(static_cast<void>(exchange(store, "topic", 1, 2, "", all_of, deadline, stopped)),
+               Timeout);
   try {
-    static_cast<void>(exchange(store, "topic", 0, 2, "", Deadline::in(seconds(30))));
+    static_cast<void>(exchange(store, "topic", 0, 2, "", all_of, Deadline::in(seconds(30))));
     FAIL();
   } catch (const Timeout& error) {
     EXPECT_EQ(error.blame().ranks, std::vector<int>{0});

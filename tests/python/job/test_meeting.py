@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import pydist
+from pydist import _native
 from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting import backend_agreement, store_waits
 from pydist.job.meeting.rendezvous import meet
@@ -19,6 +20,8 @@ from pydist.job.meeting.rendezvous import meet
 pytestmark = pytest.mark.timeout(60)
 
 HELLO = {"pydist": "1", "torch": "2"}
+MANY = 32
+MEETING_LIMIT_S = 30.0
 
 
 def test_a_late_rank_0_is_not_blamed_for_one_that_never_comes(
@@ -127,3 +130,47 @@ def test_a_missing_rank_0_is_named(
 def test_a_time_out_that_is_short_speaks_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     meet_in_vain((0,), 2, 0.2)
     assert warnings_of(caplog) == []
+
+
+# -- what ranks of a native group say to each other: threads play many of them ---------------------
+
+
+@pytest.mark.parametrize("ranks_per_host", [MANY, 8, 1])
+def test_all_ranks_hear_what_they_need(ranks_per_host: int) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def meet(rank: int) -> None:
+        client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+        _native.rehearse_meeting(client, rank, MANY, ranks_per_host, MEETING_LIMIT_S)
+
+    with ThreadPoolExecutor(MANY) as threads:
+        list(threads.map(meet, range(MANY)))
+
+
+class CountingStore(dist.Store):
+    """Holds nothing, and counts how often it is asked whether each key is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: dict[str, int] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks[keys[0]] = self.looks.get(keys[0], 0) + 1
+        return False
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return desired.encode() if isinstance(desired, str) else desired
+
+
+def looks_for_rank_1(size: int, timeout_s: float) -> int:
+    """How often rank 0 asks, in its time, for a rank that never comes."""
+    store = CountingStore()
+    with pytest.raises(pydist.Timeout):
+        _native.rehearse_meeting(store, 0, size, size, timeout_s)
+    return store.looks["introduction/1"]
+
+
+def test_a_rank_of_many_asks_the_store_seldom() -> None:
+    # 10 pauses that double up to 0.1 s, then two or three in each 0.2 s, which slow machines only
+    # make fewer. A rank of few asks some 100 times.
+    assert looks_for_rank_1(1000, timeout_s=1.0) <= 30

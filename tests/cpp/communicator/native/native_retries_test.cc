@@ -109,7 +109,7 @@ TEST(NativeRetriesTest, WhoOnlyHearsOfADeathDoesNotWaitForTheDead) {
         last.card = self.endpoint->card();
         last.settings = settings_text(options.environment);
         static_cast<void>(exchange(*self.store, join("pydist/", options.name, "/introduction"), 2,
-                                   3, last.to_text(), Deadline::in(seconds(20))));
+                                   3, last.to_text(), nullptr, Deadline::in(seconds(20))));
         is_dead = true;
         while (ended < 2) {
           std::this_thread::sleep_for(milliseconds(1));

@@ -89,13 +89,9 @@ FileDescriptor RemoteGround::connect_again() const {
 RemoteGround::Process RemoteGround::connect(const std::string& host, bool connects) {
   Process process;
   process.name = random_token();
-  Card card;
-  card.address = process.name;
-  card.host_name = host;
-  card.pid = 71;
   const std::shared_ptr<TcpNode> node = endpoint_->network();
   process.peer = endpoint_->meet_over_network(
-      card, NodeCard{process.name, "", {"127.0.0.1 port 9"}}, Trust{token_, secret_});
+      {.host_name = host, .pid = 71}, {process.name, "", {"127.0.0.1 port 9"}}, {token_, secret_});
   if (!connects) {
     return process;
   }
