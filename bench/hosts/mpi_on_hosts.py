@@ -11,6 +11,7 @@ from pathlib import Path
 
 from on_hosts import Hosts, stop
 
+from pydist.benchmarks import machine
 from pydist.benchmarks.processes.peers import Installation
 
 PROGRAM = "pydist-all-reduce"
@@ -27,6 +28,10 @@ esac
 exec nsenter --net="$namespace" unshare --uts \\
   sh -c 'echo "$0" >/proc/sys/kernel/hostname; exec sh -c "$1"' "$host" "$*"
 """
+
+# Open MPI's ranks, which poll, give way by themselves where a host has more ranks than cores. Here
+# each host seems to have all cores of the machine to itself.
+_YIELDING = ("--mca", "mpi_yield_when_idle", "1")
 
 # Microseconds by size in bytes.
 TimesByBytes = dict[int, float]
@@ -57,6 +62,7 @@ class OpenMpi:
             # No shared memory, which namespaces of one machine have in common, too.
             *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
             *("--mca", "btl_tcp_if_include", self.hosts[0].interface),
+            *(_YIELDING if sum(self.ranks_per_host) > machine.describe().usable_cpus else ()),
             *(str(self.installation.folder / "bin" / PROGRAM), str(largest_bytes), str(seconds)),
         ]
         done = self.hosts[0].run(command, env=self.installation.variables, timeout=timeout)
