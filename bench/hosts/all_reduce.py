@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import statistics
 import sys
 from dataclasses import asdict, dataclass, field
@@ -29,9 +28,12 @@ from on_hosts import (
     ROOT,
     HostsUnavailableError,
     add_arguments,
-    describe_network,
+    add_ranks_argument,
+    check_output,
     make_hosts,
     network_of,
+    print_header,
+    rank_environment,
     stop,
 )
 from ranks_on import RanksOn
@@ -40,7 +42,7 @@ from rich.table import Table
 
 from pydist.benchmarks import machine
 from pydist.benchmarks.noise import Ratio, ratio_of
-from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
+from pydist.benchmarks.outputs import json_text, write_text_whole
 from pydist.benchmarks.sizes import parse_size, size_text
 from pydist.errors import InvalidUsage
 
@@ -76,9 +78,7 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
         hosts = stack.enter_context(make_hosts(args, len(args.ranks)))
         if args.rate:
             hosts.shape(args.rate)
-        own = {name: value for name, value in os.environ.items() if name.startswith("PYDIST_")}
-        env = {**own, "GLOO_SOCKET_IFNAME": hosts[0].interface}
-        ranks = stack.enter_context(RanksOn(hosts, args.ranks, env))
+        ranks = stack.enter_context(RanksOn(hosts, args.ranks, rank_environment(hosts)))
         backend = ranks.run(reduce_turns.join, timeout=args.timeout)[0]
         console.print(f"pydist on {backend}, ranks on the hosts: {args.ranks}", highlight=False)
         mpi = None
@@ -132,14 +132,6 @@ def report(args: argparse.Namespace, rows: dict[int, Row]) -> dict[str, Any]:
     }
 
 
-def parse_ranks(text: str) -> list[int]:
-    """The numbers of ranks of --ranks."""
-    numbers = [int(word) for word in text.split(",")]
-    if len(numbers) < 2 or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: two hosts or more, with a rank or more each")
-    return numbers
-
-
 def parse_sizes(text: str) -> list[int]:
     """The sizes of --sizes, in bytes."""
     try:
@@ -156,7 +148,7 @@ def parse_sizes(text: str) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--ranks", type=parse_ranks, default=[1, 1], help="on each host (default: 1,1)")
+    add_ranks_argument(parser, "1,1")
     add("--sizes", type=parse_sizes, default=parse_sizes(SIZES), help=f"default: {SIZES}")
     add("--turns", type=int, default=7, help="pydist and gloo, then Open MPI (default: 7)")
     add("--seconds", type=float, default=0.3, help="of a size in a turn (default: 0.3)")
@@ -167,16 +159,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.turns < 1:
         parser.error("--turns must be 1 or more")
-    if args.json:
-        try:
-            require_writable(args.json)
-        except InvalidUsage as error:
-            stop(str(error), status=2)
+    check_output(args)
     console = Console(width=120)
-    console.print(str(machine.describe()), highlight=False)
-    console.print(describe_network(args), highlight=False)
-    if sum(args.ranks) > machine.describe().usable_cpus:
-        console.print("[yellow]Warning:[/] more ranks than CPUs; Open MPI's, which poll, starve.")
+    print_header(console, args, sum(args.ranks))
     try:
         rows = measure(args, args.sizes, console)
     except HostsUnavailableError as error:

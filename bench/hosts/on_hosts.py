@@ -15,6 +15,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "hosts"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "hosts" / "network"))
 from namespaces import Hosts, HostsUnavailableError
+from rich.console import Console
+
+from pydist.benchmarks import machine
+from pydist.benchmarks.outputs import require_writable
+from pydist.errors import InvalidUsage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,7 +39,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--delay-ms", type=float, default=0.0, help="of a packet, one way; by a slow relay")
     add("--loss", type=float, default=0.0, help="the share of packets, 0 to 1; by a slow relay")
     add("--mtu", type=int, default=1500, help="bytes of the largest packet (default: 1500)")
-    add("--json", type=Path, metavar="FILE", help="everything, with the machine")
+    add("-J", "--json", type=Path, metavar="FILE", help="everything, with the machine")
+
+
+def add_ranks_argument(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--ranks`."""
+    parser.add_argument(
+        "--ranks",
+        type=_parse_ranks,
+        default=_parse_ranks(default),
+        help=f"on each host (default: {default})",
+    )
+
+
+def _parse_ranks(text: str) -> list[int]:
+    """The numbers of ranks of --ranks."""
+    words = text.split(",")
+    if len(words) < 2 or not all(word.isdigit() and int(word) for word in words):
+        raise argparse.ArgumentTypeError(f"{text}: two hosts or more, with a rank or more each")
+    return [int(word) for word in words]
+
+
+def check_output(args: argparse.Namespace) -> None:
+    """Ends the script where the file of --json can't be written, before anything is measured."""
+    if args.json:
+        try:
+            require_writable(args.json)
+        except InvalidUsage as error:
+            stop(str(error), status=2)
+
+
+def rank_environment(hosts: Hosts) -> dict[str, str]:
+    """For `RanksOn`: the variables PYDIST_* of this process, and where gloo listens."""
+    own = {name: value for name, value in os.environ.items() if name.startswith("PYDIST_")}
+    return {**own, "GLOO_SOCKET_IFNAME": hosts[0].interface}
 
 
 def make_hosts(args: argparse.Namespace, count: int = 2) -> Hosts:
@@ -45,8 +83,15 @@ def make_hosts(args: argparse.Namespace, count: int = 2) -> Hosts:
         stop(str(error), status=2)
 
 
-def describe_network(args: argparse.Namespace) -> str:
-    """A line for people."""
+def print_header(console: Console, args: argparse.Namespace, ranks: int) -> None:
+    """Says for people what figures depend on: the machine, the network, and its crowd of ranks."""
+    console.print(str(machine.describe()), highlight=False)
+    console.print(_describe_network(args), highlight=False)
+    if ranks > machine.describe().usable_cpus:
+        console.print("[yellow]Warning:[/] more ranks than CPUs: ranks wait for a core.")
+
+
+def _describe_network(args: argparse.Namespace) -> str:
     said = [f"rate {args.rate or 'not limited'}", f"packets of {args.mtu} bytes"]
     if args.delay_ms or args.loss:
         said += [f"delay {args.delay_ms:g} ms", f"loss {args.loss:.2%}"]
@@ -65,8 +110,11 @@ __all__ = [
     "Hosts",
     "HostsUnavailableError",
     "add_arguments",
-    "describe_network",
+    "add_ranks_argument",
+    "check_output",
     "make_hosts",
     "network_of",
+    "print_header",
+    "rank_environment",
     "stop",
 ]

@@ -26,9 +26,10 @@ from on_hosts import (
     Hosts,
     HostsUnavailableError,
     add_arguments,
-    describe_network,
+    check_output,
     make_hosts,
     network_of,
+    print_header,
     stop,
 )
 from rich.console import Console
@@ -36,8 +37,7 @@ from rich.table import Table
 
 from pydist.benchmarks import machine
 from pydist.benchmarks.noise import Ratio, ratio_of
-from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
-from pydist.errors import InvalidUsage
+from pydist.benchmarks.outputs import json_text, write_text_whole
 
 SOURCE = Path(__file__).with_name("streams.c")
 TITLES = {
@@ -168,15 +168,10 @@ def main() -> None:
         parser.error(f"--sockets {args.sockets}: write numbers from 1 to 64, with commas between")
     if args.mib < 1 or args.rounds < 1:
         parser.error("--mib and --rounds must be 1 or more")
-    if args.json:
-        try:
-            require_writable(args.json)
-        except InvalidUsage as error:
-            stop(str(error), status=2)
+    check_output(args)
     program = compile_program()
     console = Console(width=110)
-    console.print(str(machine.describe()), highlight=False)
-    console.print(describe_network(args), highlight=False)
+    print_header(console, args, 2)
     try:
         with make_hosts(args) as hosts:
             if args.rate:
