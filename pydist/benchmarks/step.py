@@ -137,7 +137,13 @@ def _of_part(results: dict[str, Any], part: str) -> list[tuple[str, str, Any]]:
     ]
 
 
-def _show_times(results: dict[str, Any], ranks: int) -> None:
+def show_times(results: dict[str, Any], ranks: int) -> None:
+    """Prints what `step_times.summarize` says of models, by name.
+
+    Args:
+        results: of each model, by its name: `title`, and `times` where they were measured.
+        ranks: how many trained.
+    """
     measured = _of_part(results, "times")
     steps = subcommand.make_table(
         f"forward and backward, {ranks} ranks, ms (medians)",
@@ -226,7 +232,7 @@ def _show_startup(results: dict[str, Any], ranks: int) -> None:
 
 def _show(results: dict[str, Any], ranks: int) -> None:
     for part, show in (
-        ("times", _show_times),
+        ("times", show_times),
         ("memory", _show_memory),
         ("startup", _show_startup),
     ):

@@ -8,7 +8,7 @@ that it adds to a step, the difference of an arm and `alone` within a round.
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
@@ -34,8 +34,9 @@ from pydist.benchmarks.progress import Progress
 T = TypeVar("T")
 
 ALONE, OURS = "alone", "pydist"
-# Beside the arms: what pydist's own counters say of its step.
+# Beside the arms: what pydist's own counters say of its step, and backward's part of `alone`.
 EXPOSED = "pydist exposed"
+BACKWARD = "backward alone"
 
 # DDP builds its buckets anew after the first step, pydist may after steps 1, 2 and 4.
 _WARM_ROUNDS = 5
@@ -45,31 +46,55 @@ _LEAST_ROUNDS = 10
 Rounds = dict[str, list[float]]
 
 
-def _make_arms(model: nn.Module) -> dict[str, nn.Module]:
+def make_arms(
+    model: nn.Module, ddp_arms: Iterable[str] = tuple(ddp_knobs.KNOBS)
+) -> dict[str, nn.Module]:
+    """Wrappers of copies of a model, by arm: alone, DDP's, pydist's. Every rank calls it.
+
+    Args:
+        model: becomes pydist's.
+        ddp_arms: some of `ddp_knobs.KNOBS` (default: all).
+    """
     with unpinned():
         gloo = dist.new_group(backend="gloo")
     arms: dict[str, nn.Module] = {ALONE: deepcopy(model)}
-    for arm, knobs in ddp_knobs.KNOBS.items():
+    for arm in ddp_arms:
+        knobs = ddp_knobs.KNOBS[arm]
         arms[arm] = DistributedDataParallel(deepcopy(model), process_group=gloo, **knobs)
     arms[OURS] = pydist.DataParallel(model)
     return arms
 
 
-def _time_step(
+def time_step(
     arm: str, model: nn.Module, inputs: tuple[Tensor, ...], slowest: Tensor
 ) -> dict[str, float]:
-    """Seconds of the slowest rank, and of pydist's the ones that communication was exposed."""
+    """Times one step of an arm. Every rank calls it.
+
+    Args:
+        arm: its name.
+        model: of `make_arms`.
+        inputs: of the model, this rank's.
+        slowest: room for two numbers of float64, the same tensor in every step.
+
+    Returns:
+        Seconds of the slowest rank, by arm. Beside pydist's those that its communication was
+        exposed, beside `alone` those of backward.
+    """
     before_s = model.stats().exposed_s if isinstance(model, pydist.DataParallel) else 0.0
     model.zero_grad()
     pydist.barrier()
     start_s = time.perf_counter()
-    model(*inputs).square().mean().backward()
-    slowest[0] = time.perf_counter() - start_s
+    loss = model(*inputs).square().mean()
+    forward_end_s = time.perf_counter()
+    loss.backward()
+    end_s = time.perf_counter()
+    slowest[0], slowest[1] = end_s - start_s, end_s - forward_end_s
     if isinstance(model, pydist.DataParallel):
         slowest[1] = model.stats().exposed_s - before_s
     pydist.all_reduce(slowest, "max")
+    beside = {ALONE: BACKWARD, OURS: EXPOSED}
     taken = {arm: float(slowest[0])}
-    return {**taken, EXPOSED: float(slowest[1])} if arm == OURS else taken
+    return {**taken, beside[arm]: float(slowest[1])} if arm in beside else taken
 
 
 def in_turns(arms: Mapping[str, T], number: int) -> list[tuple[str, T]]:
@@ -82,13 +107,13 @@ def run_rounds(name: str, seconds: float, journal: str) -> None:
     """On each rank: rounds of a model's steps, as `in_rounds` makes them."""
     torch.manual_seed(0)
     model, inputs = MODELS[name].make()
-    arms = _make_arms(model)
+    arms = make_arms(model)
     slowest = torch.zeros(2, dtype=torch.float64)
 
     def time_round(number: int) -> dict[str, float]:
         times: dict[str, float] = {}
         for arm, module in in_turns(arms, number):
-            times |= _time_step(arm, module, inputs, slowest)
+            times |= time_step(arm, module, inputs, slowest)
         return times
 
     in_rounds(f"{name}: steps", seconds, journal, time_round)
@@ -176,17 +201,18 @@ def summarize(rounds: Rounds) -> dict[str, Any]:
     """What the rounds tell.
 
     Args:
-        rounds: seconds of each arm, one or more rounds; the arms of `ddp_knobs`, `alone`, `pydist`
-            and `pydist exposed`.
+        rounds: seconds of each arm, one or more rounds; `alone`, `pydist`, `pydist exposed`, and
+            arms of `ddp_knobs`, the default one among them.
 
     Returns:
         For JSON. Milliseconds: medians, and intervals of 95 %. `added_over_ddp` and
         `added_over_best_ddp` are null where DDP adds nothing that can be told from zero.
     """
     count = len(rounds[ALONE])
-    arms = [ALONE, *ddp_knobs.KNOBS, OURS]
+    ddp_arms = [arm for arm in ddp_knobs.KNOBS if arm in rounds]
+    arms = [ALONE, *ddp_arms, OURS]
     medians = {arm: statistics.median(rounds[arm]) * 1e3 for arm in arms}
-    best = min(ddp_knobs.KNOBS, key=lambda arm: medians[arm])
+    best = min(ddp_arms, key=lambda arm: medians[arm])
     added = {}
     for arm in (ddp_knobs.DEFAULT, best, OURS):
         median_ms, interval = _of_all_rounds(count, lambda i, arm=arm: added_ms(rounds, arm, i))  # type: ignore[misc]
