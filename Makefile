@@ -104,9 +104,10 @@ bench-peers: build bench-engine  ## all_reduce in C++ beside the MPIs in C
 	$(BIN)/python bench/peers/compare.py
 
 .PHONY: bench-hosts
-bench-hosts: build  ## TCP between two hosts that namespaces play, and all_reduce over it: needs root
-	$(BIN)/python bench/peers/install.py openmpi
+bench-hosts: build  ## TCP between two hosts that namespaces play, 8 bytes and all_reduce over it: needs root
+	$(BIN)/python bench/peers/install.py openmpi ucx
 	$(BIN)/python bench/hosts/raw_streams.py
+	$(BIN)/python bench/hosts/latency.py
 	$(BIN)/python bench/hosts/all_reduce.py
 
 .PHONY: bench-engine

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from functools import partial
 
+import joining
 import torch
 import torch.distributed as dist
 from turns import Pair, Times, take_turns
@@ -13,22 +13,17 @@ from turns import Pair, Times, take_turns
 import pydist
 from pydist.benchmarks import machine
 
-# Of each operation, and of joining.
-TIMEOUT_S = 120.0
-
 _gloo: list[dist.ProcessGroup] = []
 
 
 def join() -> str:
-    """Joins the job on what PYDIST_BACKEND says; returns the backend. Every rank calls it."""
-    machine.pin(int(os.environ["RANK"]))
-    # The threads of either run where the system puts them, as those of users do.
+    """Joins as joining.py does, and makes a group on gloo. Every rank calls it."""
+    backend = joining.join()
     with machine.unpinned():
-        pydist.init(timeout=TIMEOUT_S)
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=joining.TIMEOUT_S))
     assert group is not None
     _gloo.append(group)
-    return pydist.backend()
+    return backend
 
 
 def measure(size_bytes: int, budget_s: float) -> Times:

