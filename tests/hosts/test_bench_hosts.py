@@ -68,6 +68,20 @@ def test_all_reduce_beside_open_mpi(hosts: Hosts, tmp_path: Path) -> None:
     require_ratios(result, ["gloo / pydist", "Open MPI / pydist"])
 
 
+def test_train_step(hosts: Hosts, tmp_path: Path) -> None:
+    arguments = ("--model", "tiny", "--batch", "2", "--ranks", "1,1", "--seconds", "0.01")
+    result = result_of("train_step.py", *arguments, "--rate", "100mbit", folder=tmp_path)
+    rounds = result["rounds_s"]
+    assert result["times"]["rounds"] >= 10
+    assert set(result["times"]["median_ms"]) == {"alone", "DDP", "DDP, 25 MiB", "pydist"}
+    assert {len(seconds) for seconds in rounds.values()} == {result["times"]["rounds"]}
+    parts = zip(rounds["alone"], rounds["backward alone"], strict=True)
+    assert all(0 < backward_s < step_s for step_s, backward_s in parts)
+    covering = result["backward / transfer"]
+    assert covering["gradient_bytes"] == 4 * 4680
+    assert 0 < covering["share"]["low"] <= covering["share"]["high"]
+
+
 # A packet takes 5 ms to the other host.
 LATENCY = ("--delay-ms", "5", "--rounds", "2", "--calls", "20")
 
