@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/env.h"
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/interruption.h"
@@ -19,9 +18,9 @@
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo/gloo_channel.h"
 #include "c10d/gloo/gloo_collectives.h"
-#include "c10d/gloo/gloo_control.h"
 #include "c10d/gloo/gloo_death_watch.h"
 #include "c10d/gloo/gloo_group.h"
+#include "c10d/gloo/gloo_introduction.h"
 #include "c10d/gloo/gloo_meeting.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
@@ -41,8 +40,6 @@ using std::chrono::milliseconds;
 
 // How long shutdown() waits for operations that it has cut off.
 constexpr std::chrono::seconds kShutdownPatience{5};
-// How long the connections may take over which ranks agree.
-constexpr std::chrono::seconds kControlPatience{5};
 // How long it waits until the others have been told of a failure.
 constexpr milliseconds kTellingPatience{500};
 
@@ -287,33 +284,23 @@ class GlooCommunicator : public Communicator, public PeerNews {
   void set_farewell(std::uint64_t done) noexcept override { group_->set_farewell(done); }
 
   // Lets this rank know of the others' deaths, and connects them by connections of our own, too.
-  // Collective; when it returns all ranks are connected: one that leaves before
-  // that is lost to those that still connect.
+  // Collective; when it returns all ranks are connected: one that leaves before that is lost to
+  // those that still connect.
   void meet(Deadline deadline) {
-    const Environment environment = Environment::read();
-    Hello own{.process = ProcessIdentity::own(environment.host_id)};
-    std::unique_ptr<GlooControl> control = open_control(environment);
-    if (control) {
-      own.control = control->card(own.process.machine);
-    }
-    std::vector<Hello> hellos(static_cast<std::size_t>(size_));
-    gather(own, hellos, deadline);
-    std::vector<GlooControl::Card> cards;
-    for (const Hello& each : hellos) {
-      processes_.push_back(each.process);
-      cards.push_back(each.control);
-    }
+    // Not as an operation of the group's: whoever makes it says who has not come.
+    const auto work = std::make_shared<Work>();
+    const bool is_posted = queue_.post([this, work, deadline] {
+      finish_with(*work, [&] {
+        processes_ = introduce_on_gloo(group_->channel, name_, place_, deadline);
+        return -1;
+      });
+    });
+    PYDIST_CHECK(is_posted);  // nobody else has the group yet
+    work->wait();
     group_->know_processes(processes_);
-    if (control && !connects(*control, cards, deadline)) {
-      control = nullptr;
-    }
-    std::vector<std::uint8_t> has_control(static_cast<std::size_t>(size_));
-    gather(std::uint8_t{control != nullptr}, has_control, deadline);
-    if (std::count(has_control.begin(), has_control.end(), 0) == 0) {
-      group_->channel.use_control(std::move(control));
-    }
+    const ProcessIdentity& own = processes_[static_cast<std::size_t>(rank_)];
     try {
-      watch_ = std::make_unique<DeathWatch>(processes_, own.process, [this](std::size_t rank) {
+      watch_ = std::make_unique<DeathWatch>(processes_, own, [this](std::size_t rank) {
         group_->note_end_of(static_cast<int>(rank), processes_[rank].description());
       });
     } catch (const TransportError& error) {
@@ -334,56 +321,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
   }
 
  private:
-  // What ranks that meet tell each other. Plain bytes.
-  struct Hello {
-    ProcessIdentity process;
-    GlooControl::Card control{};
-  };
-
-  // all[r] = what rank r says. Not as an operation of the group's: whoever makes it says who has
-  // not come.
-  template <typename Record>
-  void gather(const Record& own, std::vector<Record>& all, Deadline deadline) {
-    const auto work = std::make_shared<Work>();
-    const bool is_posted = queue_.post([&, work] {
-      finish_with(*work, [&] {
-        group_->channel.all_gather(&own, all.data(), sizeof own, deadline);
-        return -1;
-      });
-    });
-    PYDIST_CHECK(is_posted);  // nobody else has the group yet
-    work->wait();
-  }
-
-  // Null where the system gives none: the ranks then agree over gloo, which takes longer.
-  std::unique_ptr<GlooControl> open_control(const Environment& environment) const {
-    try {
-      return std::make_unique<GlooControl>(environment,
-                                           GlooNode::of_process(environment.network, place_));
-    } catch (const Error& error) {
-      tell_of_control(error);
-      return nullptr;
-    }
-  }
-  // Whether this rank has reached those that it needs.
-  bool connects(GlooControl& control, const std::vector<GlooControl::Card>& cards,
-                Deadline deadline) const {
-    try {
-      control.connect(rank_, cards, deadline.earlier_of(Deadline::in(kControlPatience)));
-      return true;
-    } catch (const Error& error) {
-      tell_of_control(error);
-      return false;
-    }
-  }
-  void tell_of_control(const Error& error) const {
-    log_line(LogLevel::kInfo,
-             join("the ranks of group '", name_,
-                  "' compare their calls over gloo, which takes longer than over connections of "
-                  "their own: ",
-                  error.what()));
-  }
-
   // That of a group that is split off.
   [[nodiscard]] StorePtr store_of(const std::string& split) const {
     return adapt_store(c10::make_intrusive<c10d::PrefixStore>(join(name_, "/", split), store_),

@@ -118,6 +118,16 @@ std::optional<ErrorDescription> GlooGroup::confession(bool of_others) const {
   return std::move(error);
 }
 
+std::optional<ErrorDescription> GlooGroup::await_confession() const {
+  const Deadline patience = Deadline::in(kConfessionPatience);
+  std::optional<ErrorDescription> told = confession(/*of_others=*/true);
+  while (!told && !patience.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(10));
+    told = confession(/*of_others=*/true);
+  }
+  return told;
+}
+
 void GlooGroup::explain(const std::exception_ptr& error) {
   auto [kind, what, blame] = describe(error);
   if (kind == ErrorKind::kMismatch || failure() != nullptr || death()) {
@@ -149,6 +159,13 @@ void GlooGroup::explain(const std::exception_ptr& error) {
     std::rethrow_exception(make_error(ErrorKind::kPeerLost, called.sentence,
                                       culprit(called.missing[0], std::string(called.lost))));
   }
+  if (kind == ErrorKind::kPeerLost && !called.missing.empty()) {
+    // Whoever has cut this rank's connections may have waited for the same ranks until its
+    // deadline.
+    if ((told = await_confession())) {
+      std::rethrow_exception(make_error(told->kind, told->message, told->blame));
+    }
+  }
   if (called.missing.empty()) {
     // The store is silent, too. Its host may be one of those that this rank sees.
     for (int rank = 0; rank < channel.size(); ++rank) {
@@ -173,13 +190,7 @@ void GlooGroup::fail_in(const Operation& operation, const std::exception_ptr& er
     what = lost->what + ".";
     blame = std::move(lost->blame);
   } else if (is_message && kind == ErrorKind::kPeerLost && failure() == nullptr) {
-    const Deadline patience = Deadline::in(kConfessionPatience);
-    std::optional<ErrorDescription> told = confession(/*of_others=*/true);
-    while (!told && !patience.has_passed()) {
-      std::this_thread::sleep_for(milliseconds(10));
-      told = confession(/*of_others=*/true);
-    }
-    if (told) {
+    if (std::optional<ErrorDescription> told = await_confession()) {
       kind = told->kind;
       what = std::move(told->message);
       blame = std::move(told->blame);

@@ -203,6 +203,9 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   // where this rank cannot find that out itself.
   [[nodiscard]] std::optional<ErrorDescription> confession(bool of_others = false) const;
 
+  // The same of any rank's, which may take a moment to tell.
+  [[nodiscard]] std::optional<ErrorDescription> await_confession() const;
+
   [[nodiscard]] bool is_over() const;
 
   // The rank that has died, as far as this rank sees it.
