@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -28,9 +28,9 @@ class Environment:
         What is logged: the least level, by subsystem; under "" that of all others.
         """
     @property
-    def sockets(self) -> int:
+    def sockets(self) -> int | None:
         """
-        Connections that each end makes to another process.
+        Connections that each end makes to another process; None: one on the same machine, two otherwise.
         """
     @property
     def timeout(self) -> float:
@@ -617,6 +617,10 @@ def read_environment() -> Environment:
 def read_page(fd: typing.SupportsInt | typing.SupportsIndex) -> dict:
     """
     The page of a process of pydist, behind a descriptor: its pid, its rank (None before it has joined a job), whether the process has left in good order, the seconds since its last sign of life, and its last operations, the newest first, each with the seconds since it began and ended. Raises pydist.InvalidUsage where the file is no such page.
+    """
+def rehearse_meeting(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, ranks_per_host: typing.SupportsInt | typing.SupportsIndex, timeout: typing.SupportsFloat | typing.SupportsIndex) -> None:
+    """
+    Says and hears what rank `rank` of a native group does through `store` when the ranks meet, and makes no group. Consecutive ranks share a host. All ranks call it. `timeout` in seconds.
     """
 def release_process() -> None:
     """
