@@ -16,9 +16,12 @@ bool Communicator::takes(DeviceType type) const {
 
 int Communicator::run(Operation&& operation) {
   const OpKind kind = operation.kind;
-  const WorkPtr work = submit(std::move(operation));
-  work->wait_or_end([&] { abort_interrupted(kind); });
-  return work->source_rank();
+  return wait_for(*submit(std::move(operation)), kind);
+}
+
+int Communicator::wait_for(Work& work, OpKind kind) {
+  work.wait_or_end([&] { abort_interrupted(kind); });
+  return work.source_rank();
 }
 
 void Communicator::abort_interrupted(OpKind kind) {

@@ -118,6 +118,8 @@ class Communicator {
   // since the caller gets its buffers back. The operation is moved from where it has to be kept.
   virtual int run(Operation&& operation);
   int run(const Operation& operation) { return run(Operation(operation)); }
+  // For run(): waits for an operation that has started; returns what run() does.
+  int wait_for(Work& work, OpKind kind);
   // For run(): aborts the group because the user has ended the wait for an operation.
   void abort_interrupted(OpKind kind);
 

@@ -16,6 +16,12 @@ MessageQueue::MessageQueue(std::shared_ptr<ProgressThread> progress,
       messages_(std::move(messages)) {}
 
 WorkPtr MessageQueue::submit(Operation operation, Deadline deadline) {
+  WorkPtr work = submit_awaited(std::move(operation), deadline);
+  hand_over();
+  return work;
+}
+
+WorkPtr MessageQueue::submit_awaited(Operation operation, Deadline deadline) {
   auto work =
       std::make_shared<NativeWork>(std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
   prepare();
@@ -24,7 +30,6 @@ WorkPtr MessageQueue::submit(Operation operation, Deadline deadline) {
     submitted_.push_back({std::move(operation), deadline, work});
     pending_count_.fetch_add(1);
   }
-  hand_over();
   return work;
 }
 

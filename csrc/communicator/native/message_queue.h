@@ -27,6 +27,8 @@ class MessageQueue final : public WaitableDrivable {
 
   // Starts a send or a receive. The work of a receive tells the source rank.
   [[nodiscard]] WorkPtr submit(Operation operation, Deadline deadline);
+  // The same for a caller that waits for the work next, and so drives it: no thread is woken.
+  [[nodiscard]] WorkPtr submit_awaited(Operation operation, Deadline deadline);
 
   [[nodiscard]] std::string diagnosis() override;
 

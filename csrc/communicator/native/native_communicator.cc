@@ -173,10 +173,11 @@ class NativeCommunicator final : public Communicator,
 
   using Communicator::run;
   int run(Operation&& operation) override {
-    if (is_point_to_point(operation.kind)) {
-      return Communicator::run(std::move(operation));
-    }
     check(operation);
+    if (const OpKind kind = operation.kind; is_point_to_point(kind)) {
+      const Deadline deadline = deadline_of(operation);
+      return wait_for(*messages_->submit_awaited(std::move(operation), deadline), kind);
+    }
     collectives_->run(std::move(operation), timeout());
     return -1;
   }
