@@ -32,7 +32,9 @@ std::chrono::milliseconds pause_after(std::size_t failures) {
 
 std::size_t TcpNode::sockets_to(const Known& known) const {
   const bool is_here = !card_.machine.empty() && known.card.machine == card_.machine;
-  return settings_.sockets.value_or(is_here ? 1 : kSocketsBetweenMachines);
+  // Several interfaces are used together, so each takes one.
+  const std::size_t least = std::max<std::size_t>(1, settings_.interfaces.size());
+  return settings_.sockets.value_or(std::max(least, is_here ? 1 : kSocketsBetweenMachines));
 }
 
 bool TcpNode::is_to_be_dialled(const Known& known) const {
