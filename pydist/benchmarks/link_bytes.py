@@ -19,6 +19,7 @@ _ONE_SHOT_REDUCED_BYTES = 128 << 10
 _ONE_SHOT_BYTES = 64 << 10
 
 _REDUCING = ("all_reduce", "reduce")
+_OF_SPEAKERS = ("reduce_scatter", "reduce", "all_gather", "broadcast")
 _OF_RINGS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
@@ -78,6 +79,8 @@ def _ways(case: Case, placement: Placement, settings: Settings) -> Iterator[Sent
         yield from _one_shot(case, placement)
     elif name == "all_reduce" and placement.ranks > placement.hosts:
         yield from _by_hosts(case, placement)
+    elif name in _OF_SPEAKERS and placement.ranks > placement.hosts:
+        yield from _by_speakers(case, placement)
     else:
         yield from _exchange(case)
 
@@ -117,6 +120,19 @@ def _by_hosts(case: Case, placement: Placement) -> Iterator[Sent]:
     for lane in range(lanes):
         drivers = [ranks[lane] for ranks in placement.ranks_on]
         yield from (Sent(one, other, each) for one in drivers for other in drivers)
+
+
+def _by_speakers(case: Case, placement: Placement) -> Iterator[Sent]:
+    """What a host has to say of a rank's block crosses once, by the rank's counterpart there."""
+    for rank in range(case.ranks):
+        if case.collective in ("reduce", "broadcast"):
+            block: float = case.size_bytes if rank == case.root else 0
+        else:
+            block = case.size_bytes / case.ranks
+        for host in range(placement.hosts):
+            speaker = placement.counterpart(rank, host)
+            reduces = case.collective in ("reduce_scatter", "reduce")
+            yield Sent(speaker, rank, block) if reduces else Sent(rank, speaker, block)
 
 
 def _exchange(case: Case) -> Iterator[Sent]:
