@@ -39,35 +39,6 @@ bool SerialQueue::is_idle() const {
   return !state_->busy && state_->jobs.empty();
 }
 
-bool SerialQueue::run_here(const std::function<void()>& job) {
-  if (birth_.is_inherited()) {
-    return false;
-  }
-  const std::shared_ptr<State> state = state_;
-  {
-    const std::lock_guard lock(state->mutex);
-    if (state->stopped || state->busy || !state->jobs.empty()) {
-      return false;
-    }
-    state->busy = true;
-    state->guest = std::this_thread::get_id();
-  }
-  const auto end = [&state] {
-    const std::lock_guard lock(state->mutex);
-    state->busy = false;
-    state->guest = {};
-    state->changed.notify_all();
-  };
-  try {
-    job();
-  } catch (...) {
-    end();
-    throw;
-  }
-  end();
-  return true;
-}
-
 void SerialQueue::stop() {
   if (birth_.is_inherited()) {
     return;  // the thread is the parent's
@@ -76,14 +47,13 @@ void SerialQueue::stop() {
   state_->stopped = true;
   state_->changed.notify_all();
   EngineThread thread = std::move(state_->thread);
-  const auto self = std::this_thread::get_id();
-  if (self == state_->server || self == state_->guest) {
+  if (state_->server == std::this_thread::get_id()) {
     lock.unlock();
     thread.let_go();
     return;
   }
   // A job that stopped the queue has let go of the thread: nobody can join it any more.
-  state_->changed.wait(lock, [this] { return !state_->serving && !state_->busy; });
+  state_->changed.wait(lock, [this] { return !state_->serving; });
   lock.unlock();
   thread.join();
 }
@@ -92,7 +62,7 @@ void SerialQueue::serve(State& state) {
   std::unique_lock lock(state.mutex);
   state.server = std::this_thread::get_id();
   for (;;) {
-    state.changed.wait(lock, [&] { return !state.busy && (state.stopped || !state.jobs.empty()); });
+    state.changed.wait(lock, [&] { return state.stopped || !state.jobs.empty(); });
     if (state.jobs.empty()) {
       state.serving = false;
       state.server = {};

@@ -1,9 +1,9 @@
 // Runs jobs one at a time, in the order in which they were posted, on a thread of its own.
 //
 // Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
-// jobs that were posted, except within a job, which may let go of the queue: the remaining jobs
-// then run after this one. In a forked child the queue takes nothing, is idle, and waits for
-// nobody.
+// jobs that were posted, except on the queue's own thread, where a job may let go of the queue: the
+// remaining jobs then run after this one. In a forked child the queue takes nothing, is idle, and
+// waits for nobody.
 
 #pragma once
 
@@ -33,10 +33,6 @@ class SerialQueue {
 
   [[nodiscard]] bool is_idle() const;
 
-  // Runs `job` on this thread, before any that is posted meanwhile, unless there are others or the
-  // queue has been stopped: then it returns false. Throws what `job` does.
-  [[nodiscard]] bool run_here(const std::function<void()>& job);
-
   // Idempotent.
   void stop();
 
@@ -45,11 +41,10 @@ class SerialQueue {
     mutable std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::function<void()>> jobs;  // guarded by mutex
-    bool busy = false;                       // with a job; guarded by mutex
+    bool busy = false;                       // guarded by mutex
     bool stopped = false;                    // guarded by mutex
     bool serving = false;                    // whether there is a thread; guarded by mutex
     std::thread::id server;                  // that thread; guarded by mutex
-    std::thread::id guest;                   // that is in run_here(); guarded by mutex
     EngineThread thread;                     // guarded by mutex, but for joining
   };
 

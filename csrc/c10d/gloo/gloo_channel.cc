@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/interruption.h"
 #include "c10d/tensors.h"
 
 namespace pydist {
@@ -127,7 +126,7 @@ void GlooChannel::all_reduce_sum(void* data, std::size_t count, DType dtype, Dea
     std::vector<at::Tensor> tensors{at::from_blob(data, {elements}, scalar_type_of(dtype))};
     c10d::AllreduceOptions options;
     options.timeout = timeout_of(deadline);
-    wait_for(backend().allreduce(tensors, options), deadline);
+    backend().allreduce(tensors, options)->wait();
   });
 }
 
@@ -136,25 +135,6 @@ c10d::Backend& GlooChannel::backend() const {
     throw Aborted("The group was shut down while the operation was under way.");
   }
   return *backend_;
-}
-
-void GlooChannel::wait_for(const c10::intrusive_ptr<c10d::Work>& work, Deadline deadline) const {
-  if (!look_) {
-    work->wait();
-    return;
-  }
-  while (true) {
-    try {
-      work->wait(std::min<milliseconds>(kInterruptionInterval, timeout_of(deadline)));
-      return;
-    } catch (const std::exception&) {
-      // Its own time-out ends the operation, too.
-      if (work->isCompleted()) {
-        throw;
-      }
-    }
-    look_();
-  }
 }
 
 void GlooChannel::copy_own_block(const void* input, void* output, std::size_t bytes) const {
@@ -180,7 +160,7 @@ void GlooChannel::all_gather(const void* input, void* output, std::size_t bytes,
         bytes_at(static_cast<std::byte*>(output) + static_cast<std::size_t>(rank_) * bytes, bytes);
     c10d::AllgatherOptions options;
     options.timeout = timeout_of(deadline);
-    wait_for(backend()._allgather_base(gathered, own, options), deadline);
+    backend()._allgather_base(gathered, own, options)->wait();
   });
 }
 
@@ -193,7 +173,7 @@ void GlooChannel::broadcast(void* data, std::size_t bytes, int root, Deadline de
     c10d::BroadcastOptions options;
     options.rootRank = root;
     options.timeout = timeout_of(deadline);
-    wait_for(backend().broadcast(tensors, options), deadline);
+    backend().broadcast(tensors, options)->wait();
   });
 }
 
@@ -219,8 +199,7 @@ void GlooChannel::all_to_all(const void* input, const std::vector<std::int64_t>&
     std::vector<std::int64_t> source_splits = input_bytes;
     c10d::AllToAllOptions options;
     options.timeout = timeout_of(deadline);
-    wait_for(backend().alltoall_base(target, source, target_splits, source_splits, options),
-             deadline);
+    backend().alltoall_base(target, source, target_splits, source_splits, options)->wait();
   });
 }
 
@@ -231,14 +210,14 @@ void GlooChannel::barrier(Deadline deadline) {
   typed([&] {
     c10d::BarrierOptions options;
     options.timeout = timeout_of(deadline);
-    wait_for(backend().barrier(options), deadline);
+    backend().barrier(options)->wait();
   });
 }
 
 void GlooChannel::gather_records(const void* mine, void* all, std::size_t bytes,
                                  Deadline deadline) {
   if (control_) {
-    control_->all_gather(mine, all, bytes, deadline, look_);
+    control_->all_gather(mine, all, bytes, deadline);
   } else {
     all_gather(mine, all, bytes, deadline);
   }

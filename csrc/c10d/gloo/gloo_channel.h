@@ -12,11 +12,9 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -25,8 +23,7 @@
 
 namespace c10d {
 class Backend;
-class Work;
-}  // namespace c10d
+}
 
 namespace pydist {
 
@@ -60,10 +57,6 @@ class GlooChannel {
   // Those connections; before the first call of gather_records().
   void use_control(std::unique_ptr<GlooControl> control) noexcept;
 
-  // What whoever waits for collectives calls now and then; what it throws comes out of them. Empty:
-  // nothing.
-  void set_look(std::function<void()> look) noexcept { look_ = std::move(look); }
-
   // A message under way; the memory must stay until it has been waited for.
   struct MessageState;
   using Message = std::shared_ptr<MessageState>;
@@ -91,14 +84,12 @@ class GlooChannel {
  private:
   // Throws Aborted once it is let go.
   [[nodiscard]] c10d::Backend& backend() const;
-  void wait_for(const c10::intrusive_ptr<c10d::Work>& work, Deadline deadline) const;
   void copy_own_block(const void* input, void* output, std::size_t bytes) const;
 
   c10::intrusive_ptr<c10d::Backend> backend_;
   // close() may be called by whatever fails the group, also while another thread lets it go.
   std::mutex end_mutex_;
   std::unique_ptr<GlooControl> control_;  // may be null
-  std::function<void()> look_;
   const int rank_;
   const int size_;
 };

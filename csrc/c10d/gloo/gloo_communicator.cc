@@ -13,7 +13,6 @@
 
 #include "base/error.h"
 #include "base/fork.h"
-#include "base/interruption.h"
 #include "base/log.h"
 #include "c10d/elastic_threads.h"
 #include "c10d/gloo/gloo_channel.h"
@@ -154,37 +153,6 @@ class GlooCommunicator : public Communicator, public PeerNews {
       throw Aborted(join("The group '", name_, "' is being shut down."));
     }
     return work;
-  }
-
-  // On this thread where no other operation is under way: a switch to the queue's and back takes as
-  // long as a small collective.
-  int run(Operation&& operation) override {
-    if (is_point_to_point(operation.kind)) {
-      return Communicator::run(std::move(operation));
-    }
-    check(operation);
-    std::exception_ptr interruption;
-    const auto look = [&] {
-      try {
-        check_interruption();
-      } catch (...) {
-        interruption = std::current_exception();
-        abort_interrupted(operation.kind);
-        throw;
-      }
-    };
-    const auto run_interruptibly = [&] {
-      group_->channel.set_look(look);
-      try {
-        run_collective(*group_, operation, deadline_of(operation));
-      } catch (...) {
-        group_->channel.set_look(nullptr);
-        rethrow_if_any(interruption);
-        throw;
-      }
-      group_->channel.set_look(nullptr);
-    };
-    return queue_.run_here(run_interruptibly) ? -1 : Communicator::run(std::move(operation));
   }
 
   MemoryPtr allocate(std::size_t bytes, Device device) override {

@@ -111,10 +111,14 @@ void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadli
   spin_ = spin_time(cards);
   links_.resize(cards.size());
   is_gone_.resize(cards.size());
+  for (std::size_t other = 0; other < cards.size(); ++other) {
+    if (cards[other].address[0] == '\0') {
+      throw TransportError(join("rank ", other, " has no such connections."));
+    }
+  }
   token_ = read_text(cards[0].token);
   const JobSecret secret = secret_of(cards[0]);
   id_ = number_of_token(token_);
-  node_->tcp().add_sink(id_, *this);
   node_->tcp().expect(token_, secret);
   for (int distance = 1; distance < size; distance *= 2) {
     for (const int peer : {(rank + distance) % size, (rank - distance + size) % size}) {
@@ -131,6 +135,8 @@ void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadli
       }
     }
   }
+  // From now on the thread that serves the network reads what is above.
+  node_->tcp().add_sink(id_, *this);
   for (int peer = 0; peer < size; ++peer) {
     const LinkPtr& link = links_[static_cast<std::size_t>(peer)];
     while (link && !link->is_up()) {
@@ -152,8 +158,7 @@ FrameHeader GlooControl::header_for(FrameKind kind, int receiver) const noexcept
   return header;
 }
 
-void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline,
-                             const std::function<void()>& look) {
+void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline) {
   PYDIST_CHECK(bytes <= kMostRecordBytes);
   const auto ranks = links_.size();
   const auto own = static_cast<std::size_t>(rank_);
@@ -173,7 +178,7 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
     FrameHeader header = header_for(FrameKind::kEager, static_cast<int>(to));
     header.number = number;
     links_[to]->send(header, {blocks.data(), count * bytes});
-    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline, look);
+    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline);
     if (got.size() != count * bytes) {
       throw TransportError(join("rank ", from, " has sent ", got.size(),
                                 " bytes of records instead of ", count * bytes, "."));
@@ -186,8 +191,7 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
   }
 }
 
-std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Deadline deadline,
-                                          const std::function<void()>& look) {
+std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Deadline deadline) {
   const Deadline spin_end = Deadline::in(spin_);
   bool spins = spin_.count() != 0;
   std::unique_lock lock(mutex_);
@@ -214,11 +218,6 @@ std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Dead
       continue;
     }
     changed_.wait_until(lock, deadline.earlier_of(Deadline::in(kLongestControlSleep)).when());
-    if (look) {
-      lock.unlock();
-      look();
-      lock.lock();
-    }
   }
 }
 

@@ -13,7 +13,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -87,9 +86,7 @@ class GlooControl final : private FrameSink {
   // all[r] = rank r's `mine`, each of `bytes` bytes, at most kMostRecordBytes. Collective; for one
   // thread at a time. Throws PeerLost where a rank is gone or has closed, Aborted once this one
   // has, Timeout.
-  // `look` is called now and then while it waits; what it throws comes out.
-  void all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline,
-                  const std::function<void()>& look = nullptr);
+  void all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline);
   static constexpr std::size_t kMostRecordBytes = std::size_t{1} << 20;
 
   // From now on every all_gather fails, here and on the others. Any thread, any time.
@@ -106,8 +103,7 @@ class GlooControl final : private FrameSink {
   [[nodiscard]] int size() const noexcept { return static_cast<int>(links_.size()); }
   [[nodiscard]] FrameHeader header_for(FrameKind kind, int receiver) const noexcept;
   // What the frame with that number from `sender` has brought.
-  [[nodiscard]] std::vector<std::byte> await(int sender, std::uint64_t number, Deadline deadline,
-                                             const std::function<void()>& look);
+  [[nodiscard]] std::vector<std::byte> await(int sender, std::uint64_t number, Deadline deadline);
   // With mutex_. Throws where it will not come.
   void check_hope(int sender) const;
 

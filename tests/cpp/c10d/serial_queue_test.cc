@@ -9,7 +9,7 @@
 #include <chrono>
 #include <future>
 #include <memory>
-#include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
@@ -83,58 +83,6 @@ TEST(SerialQueueTest, TheLastReferenceMayGoOnItsOwnThread) {
     is_alone.set_value();  // the first job, which has the queue, ends; the second one runs after it
     EXPECT_EQ(done.get_future().wait_for(seconds(20)), std::future_status::ready);
   }
-}
-
-TEST(SerialQueueTest, ACallerRunsWhatItWaitsForWhereNothingElseIsUnderWay) {
-  SerialQueue queue("test-queue");
-  const auto self = std::this_thread::get_id();
-  EXPECT_TRUE(queue.run_here([&] {
-    EXPECT_EQ(std::this_thread::get_id(), self);
-    EXPECT_FALSE(queue.is_idle());
-    EXPECT_FALSE(queue.run_here([] { FAIL() << "two at a time"; }));
-  }));
-  EXPECT_TRUE(queue.is_idle());
-  EXPECT_THROW(static_cast<void>(queue.run_here([] { throw std::runtime_error("as it comes"); })),
-               std::runtime_error);
-  EXPECT_TRUE(queue.is_idle());
-  std::promise<void> may_end;
-  ASSERT_TRUE(queue.post([&may_end] { may_end.get_future().wait(); }));
-  EXPECT_FALSE(queue.run_here([] { FAIL() << "out of turn"; }));
-  may_end.set_value();
-  queue.stop();
-  EXPECT_FALSE(queue.run_here([] { FAIL() << "after the end"; }));
-}
-
-TEST(SerialQueueTest, WhatIsPostedMeanwhileRunsAfterTheCallersJob) {
-  for (const bool stops_within : {false, true}) {
-    SerialQueue queue("test-queue");
-    std::atomic<bool> has_ended{false};
-    std::promise<bool> was_after;
-    EXPECT_TRUE(queue.run_here([&] {
-      ASSERT_TRUE(queue.post([&] { was_after.set_value(has_ended.load()); }));
-      std::this_thread::sleep_for(milliseconds(20));
-      if (stops_within) {
-        queue.stop();
-      }
-      has_ended = true;
-    }));
-    EXPECT_TRUE(was_after.get_future().get());
-  }
-}
-
-TEST(SerialQueueTest, AStopElsewhereWaitsForTheCallersJob) {
-  SerialQueue queue("test-queue");
-  std::atomic<bool> has_ended{false};
-  std::thread stopping;
-  EXPECT_TRUE(queue.run_here([&] {
-    stopping = std::thread([&] {
-      queue.stop();
-      EXPECT_TRUE(has_ended.load());
-    });
-    std::this_thread::sleep_for(milliseconds(20));
-    has_ended = true;
-  }));
-  stopping.join();
 }
 
 TEST(SerialQueueTest, WhatIsPostedWithoutAThreadIsNotKept) {
