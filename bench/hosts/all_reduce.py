@@ -26,15 +26,14 @@ import mpi_on_hosts
 import reduce_turns
 from on_hosts import (
     ROOT,
-    HostsUnavailableError,
     add_arguments,
     add_ranks_argument,
     check_output,
+    failing_in_one_line,
     make_hosts,
     network_of,
     print_header,
     rank_environment,
-    stop,
 )
 from ranks_on import RanksOn
 from rich.console import Console
@@ -162,13 +161,8 @@ def main() -> None:
     check_output(args)
     console = Console(width=120)
     print_header(console, args, sum(args.ranks))
-    try:
+    with failing_in_one_line():
         rows = measure(args, args.sizes, console)
-    except HostsUnavailableError as error:
-        stop(str(error), status=2)
-    except AssertionError as error:
-        # Of the ranks, with what each says.
-        stop(str(error))
     show(console, rows)
     if 1 < args.turns < 5:
         console.print("[yellow]Warning:[/] intervals of fewer than 5 turns mean little.")

@@ -30,9 +30,9 @@ from typing import Any
 # First, for what it sets before torch is imported.
 from on_hosts import (
     ROOT,
-    HostsUnavailableError,
     add_arguments,
     check_output,
+    failing_in_one_line,
     make_hosts,
     network_of,
     print_header,
@@ -157,13 +157,8 @@ def main() -> None:
         )
     console = Console(width=110)
     print_header(console, args, 2)
-    try:
+    with failing_in_one_line():
         rounds = measure(args, ucx, console)
-    except HostsUnavailableError as error:
-        stop(str(error), status=2)
-    except AssertionError as error:
-        # Of the ranks, with what each says; or UCX has taken too long.
-        stop(str(error))
     show(console, rounds)
     if 1 < args.rounds < 5:
         console.print("[yellow]Warning:[/] intervals of fewer than 5 rounds mean little.")

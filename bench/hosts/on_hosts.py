@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,6 +32,18 @@ def stop(message: str, status: int = 1) -> NoReturn:
     """One line on stderr, and the end."""
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+@contextlib.contextmanager
+def failing_in_one_line() -> Iterator[None]:
+    """For what is measured: ends the script where there are no hosts, or where ranks fail."""
+    try:
+        yield
+    except HostsUnavailableError as error:
+        stop(str(error), status=2)
+    except AssertionError as error:
+        # Of the ranks, with what each says; or another program has taken too long.
+        stop(str(error))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +126,7 @@ __all__ = [
     "add_arguments",
     "add_ranks_argument",
     "check_output",
+    "failing_in_one_line",
     "make_hosts",
     "network_of",
     "print_header",

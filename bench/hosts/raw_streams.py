@@ -24,9 +24,9 @@ from typing import Any
 from on_hosts import (
     BUILD,
     Hosts,
-    HostsUnavailableError,
     add_arguments,
     check_output,
+    failing_in_one_line,
     make_hosts,
     network_of,
     print_header,
@@ -172,13 +172,10 @@ def main() -> None:
     program = compile_program()
     console = Console(width=110)
     print_header(console, args, 2)
-    try:
-        with make_hosts(args) as hosts:
-            if args.rate:
-                hosts.shape(args.rate)
-            times = measure(hosts, program, args)
-    except HostsUnavailableError as error:
-        stop(str(error), status=2)
+    with failing_in_one_line(), make_hosts(args) as hosts:
+        if args.rate:
+            hosts.shape(args.rate)
+        times = measure(hosts, program, args)
     ratios = ratios_of(times)
     show(console, times, ratios, args.mib)
     if args.json:

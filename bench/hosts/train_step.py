@@ -30,15 +30,14 @@ from typing import Any
 
 # First, for what it sets before torch is imported.
 from on_hosts import (
-    HostsUnavailableError,
     add_arguments,
     add_ranks_argument,
     check_output,
+    failing_in_one_line,
     make_hosts,
     network_of,
     print_header,
     rank_environment,
-    stop,
 )
 
 # isort: split
@@ -152,13 +151,8 @@ def main() -> None:
     check_output(args)
     console = Console(width=120)
     print_header(console, args, sum(args.ranks))
-    try:
+    with failing_in_one_line():
         rounds = measure(args, console)
-    except HostsUnavailableError as error:
-        stop(str(error), status=2)
-    except AssertionError as error:
-        # Of the ranks, with what each says.
-        stop(str(error))
     with torch.device("meta"):
         model, _ = MODELS[args.model].make()
     times = step_times.summarize(rounds)
