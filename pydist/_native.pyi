@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'require_not_forked', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'usable_cpu_isas']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'usable_cpu_isas']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -239,6 +239,43 @@ class OneCopy:
     def view(self) -> torch.Tensor:
         """
         A tensor that shows the copy, but for the pages that this rank has written through it: what it writes there, no other rank reads.
+        """
+class Placement:
+    """
+    The ranks of a group on their hosts, which are numbered by their lowest rank, the host's leader.
+    """
+    def __init__(self, identities: collections.abc.Sequence[str]) -> None:
+        """
+        `identities`: host_identity() of each rank, in rank order.
+        """
+    def counterpart(self, rank: typing.SupportsInt | typing.SupportsIndex, host: typing.SupportsInt | typing.SupportsIndex) -> int:
+        """
+        The rank of a host that hears what `rank` has for all ranks there.
+        """
+    @property
+    def host_of(self) -> list[int]:
+        """
+        The number of each rank's host, by rank.
+        """
+    @property
+    def hosts(self) -> int:
+        """
+        How many.
+        """
+    @property
+    def least_on_a_host(self) -> int:
+        """
+        The least number of ranks on a host.
+        """
+    @property
+    def ranks(self) -> int:
+        """
+        How many.
+        """
+    @property
+    def ranks_on(self) -> list[list[int]]:
+        """
+        The ranks of each host, in ascending order.
         """
 class ProcessGroupOptions(torch._C._distributed_c10d.Backend.Options):
     """
@@ -629,6 +666,10 @@ def release_process() -> None:
 def require_not_forked() -> None:
     """
     Raises pydist.InvalidUsage where this process was forked while a group was at work.
+    """
+def sent_ahead_limit(kind: str, ranks: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+    """
+    The most bytes of a rank that go with its announcement of a collective, or ahead of it; `chunk_bytes` is PYDIST_CHUNK_BYTES.
     """
 def set_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
     """

@@ -30,6 +30,7 @@ void bind_work(py::module_& module);
 void bind_communicator(py::module_& module);
 void bind_meeting(py::module_& module);
 void bind_one_copy(py::module_& module);
+void bind_placement(py::module_& module);
 void bind_process_group(py::module_& module);
 void bind_reducer(py::module_& module);
 void bind_roofline(py::module_& module);

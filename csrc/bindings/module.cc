@@ -14,6 +14,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_communicator(module);
   pydist::bind_meeting(module);
   pydist::bind_one_copy(module);
+  pydist::bind_placement(module);
   pydist::bind_process_group(module);
   pydist::bind_reducer(module);
   pydist::bind_roofline(module);

@@ -8,17 +8,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pydist import _native
 from pydist.benchmarks.collective_cases import Case
 from pydist.topology.placement import Placement
 
 __all__ = ["Sent", "Settings", "busiest_host", "sent_between_hosts"]
 
-# Of csrc/collectives: what rides in an announcement, and what is sent ahead of one.
-_INLINE_BYTES = 256
-_ONE_SHOT_REDUCED_BYTES = 128 << 10
-_ONE_SHOT_BYTES = 64 << 10
-
-_REDUCING = ("all_reduce", "reduce")
 _OF_SPEAKERS = ("reduce_scatter", "reduce", "all_gather", "broadcast")
 _OF_RINGS = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -47,8 +42,9 @@ class Settings:
 def sent_between_hosts(case: Case, placement: Placement, settings: Settings) -> list[Sent]:
     """What each rank sends to each one of another host; nothing for a barrier, or on one host."""
     found: dict[tuple[int, int], float] = {}
+    host_of = placement.host_of
     for each in _ways(case, placement, settings):
-        if placement.host_of[each.sender] != placement.host_of[each.receiver] and each.size_bytes:
+        if host_of[each.sender] != host_of[each.receiver] and each.size_bytes:
             pair = each.sender, each.receiver
             found[pair] = found.get(pair, 0) + each.size_bytes
     return [Sent(sender, receiver, size) for (sender, receiver), size in found.items()]
@@ -57,9 +53,10 @@ def sent_between_hosts(case: Case, placement: Placement, settings: Settings) -> 
 def busiest_host(sent: Iterable[Sent], placement: Placement) -> float:
     """Bytes that the host with the most to do sends to others, or receives if that is more."""
     out, into = [0.0] * placement.hosts, [0.0] * placement.hosts
+    host_of = placement.host_of
     for each in sent:
-        out[placement.host_of[each.sender]] += each.size_bytes
-        into[placement.host_of[each.receiver]] += each.size_bytes
+        out[host_of[each.sender]] += each.size_bytes
+        into[host_of[each.receiver]] += each.size_bytes
     return max(*out, *into)
 
 
@@ -75,7 +72,9 @@ def _ways(case: Case, placement: Placement, settings: Settings) -> Iterator[Sent
         each = rounds * (case.ranks - 1) / case.ranks * case.size_bytes
         for rank in range(case.ranks):
             yield Sent(rank, (rank + 1) % case.ranks, each)
-    elif max(_contributed(case)) <= _most_ahead(case, settings):
+    elif max(_contributed(case)) <= _native.sent_ahead_limit(
+        name, case.ranks, settings.chunk_bytes
+    ):
         yield from _one_shot(case, placement)
     elif name == "all_reduce" and placement.ranks > placement.hosts:
         yield from _by_hosts(case, placement)
@@ -83,13 +82,6 @@ def _ways(case: Case, placement: Placement, settings: Settings) -> Iterator[Sent
         yield from _by_speakers(case, placement)
     else:
         yield from _exchange(case)
-
-
-def _most_ahead(case: Case, settings: Settings) -> int:
-    """The most bytes of a rank that are sent with its announcement, or ahead of it."""
-    reduced = _ONE_SHOT_REDUCED_BYTES // max(1, case.ranks - 1)
-    limit = reduced if case.collective in _REDUCING else _ONE_SHOT_BYTES
-    return max(_INLINE_BYTES, min(limit, settings.chunk_bytes))
 
 
 def _contributed(case: Case) -> list[int]:
@@ -104,9 +96,10 @@ def _contributed(case: Case) -> list[int]:
 
 def _one_shot(case: Case, placement: Placement) -> Iterator[Sent]:
     """All that a rank has goes to one rank of each other host."""
+    host_of = placement.host_of
     for rank, size_bytes in enumerate(_contributed(case)):
         for host in range(placement.hosts):
-            if host != placement.host_of[rank]:
+            if host != host_of[rank]:
                 yield Sent(rank, placement.counterpart(rank, host), size_bytes)
 
 

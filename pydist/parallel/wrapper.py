@@ -197,10 +197,11 @@ class DataParallel(TorchIdioms, StandsForModule):
             but for the copy at construction.
         reduction: What backward leaves: the "mean" over the ranks, or their "sum".
         compress: "bf16" or "fp16" lets float32 gradients travel between hosts in that type. The
-            sum of each host is rounded to it, these are added up (in float32; on NCCL and gloo each
-            rank's gradient is rounded; on NCCL, and around a ring, every partial sum is rounded to
-            the type, and "fp16" loses bits of what is below 6e-5 times the number of ranks), and
-            the result is rounded to it. On one host nothing is rounded. Default: as they are.
+            sum of each host is rounded to it, these are added up (in float32; in buckets of some
+            KiB, on NCCL and on gloo each rank's gradient is rounded instead; on NCCL, and around a
+            ring, every partial sum is rounded to the type, and "fp16" loses bits of what is below
+            6e-5 times the number of ranks), and the result is rounded to it. On one host nothing is
+            rounded. Default: as they are.
         check_every: In every how many steps the ranks compare their parameters, and the buffers
             that are copied; the same on all ranks. Each rank reads its model once for that, and a
             digest is gathered before the forward. Where models differ all ranks raise Mismatch

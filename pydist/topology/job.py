@@ -16,7 +16,7 @@ from pydist.topology.host import HostFacts, describe_host
 from pydist.topology.interfaces import Told, interfaces_with, list_interfaces, told_in_job
 from pydist.topology.links import Link, measure_link
 from pydist.topology.pairs import plan_for
-from pydist.topology.placement import Placement, placement_of_job
+from pydist.topology.placement import Placement, leaders_of, placement_of_job
 from pydist.topology.processors import numa_nodes
 
 __all__ = ["JobTopology", "RankFacts", "collect_job"]
@@ -92,7 +92,7 @@ def collect_job() -> JobTopology:
     placement = placement_of_job()
     rank = pydist.rank()
     own = _describe_rank(agreement, told_in_job(agreement))
-    host = describe_host() if rank in placement.leaders else None
+    host = describe_host() if rank in leaders_of(placement) else None
     told: list[tuple[RankFacts, HostFacts | None]] = _tell_all((own, host))
     links, covers = _measure_links(placement)
     return JobTopology(
@@ -133,7 +133,7 @@ def _describe_rank(agreement: Agreement, told: Told) -> RankFacts:
 def _measure_links(placement: Placement) -> tuple[tuple[Link, ...], str]:
     """Every rank calls it: those that measure nothing wait for the others."""
     plan = plan_for(placement.hosts)
-    rank, leaders = pydist.rank(), placement.leaders
+    rank, leaders = pydist.rank(), leaders_of(placement)
     measured: list[Link] = []
     for turn in plan.turns:
         for first, second in turn:

@@ -4,15 +4,15 @@ import pytest
 
 from pydist.benchmarks.collective_cases import COLLECTIVES, OUT_OF_PLACE, Case
 from pydist.benchmarks.link_bytes import Sent, Settings, busiest_host, sent_between_hosts
-from pydist.topology.placement import Placement, placement_of
+from pydist.topology.placement import Placement
 
 pytestmark = pytest.mark.timeout(20)
 
 MIB = 1 << 20
-ONE_EACH = placement_of("ab")
-TWO_EACH = placement_of("aabb")
-UNEVEN = placement_of("aab")
-THREE_HOSTS = placement_of("aabbcc")
+ONE_EACH = Placement(list("ab"))
+TWO_EACH = Placement(list("aabb"))
+UNEVEN = Placement(list("aab"))
+THREE_HOSTS = Placement(list("aabbcc"))
 
 
 def case_of(name: str, size_bytes: int, placement: Placement, dtype: str = "uint8") -> Case:
@@ -63,7 +63,7 @@ def test_the_host_with_the_most_to_send(
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_one_host_sends_nothing(name: str) -> None:
-    placement = placement_of("aaa")
+    placement = Placement(list("aaa"))
     assert sent_between_hosts(case_of(name, 3 * MIB, placement), placement, Settings()) == []
 
 

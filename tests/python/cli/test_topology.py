@@ -15,7 +15,7 @@ from pydist.topology.host import HostFacts
 from pydist.topology.interfaces import Interface, Told
 from pydist.topology.job import JobTopology, RankFacts
 from pydist.topology.links import Link
-from pydist.topology.placement import placement_of
+from pydist.topology.placement import Placement
 from pydist.topology.processors import NumaNode
 
 pytestmark = pytest.mark.timeout(110)
@@ -40,7 +40,7 @@ def job_of(count: int, covers: str = "all pairs", gpu: int | None = None) -> Job
     """Of a rank on each of some hosts."""
     names = [f"h{number}" for number in range(count)]
     return JobTopology(
-        placement_of(names),
+        Placement(names),
         tuple(
             host_named(name, f"id:{name}", ("H100",) if gpu is not None else ()) for name in names
         ),

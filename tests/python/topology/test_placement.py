@@ -4,24 +4,28 @@ from itertools import combinations
 
 import pytest
 
+import pydist
 from pydist.topology.pairs import MOST_HOSTS_IN_PAIRS, plan_for
-from pydist.topology.placement import placement_of
+from pydist.topology.placement import Placement, leaders_of
 
 pytestmark = pytest.mark.timeout(20)
 
 
 def test_hosts_are_numbered_by_their_lowest_rank() -> None:
-    placement = placement_of(["b", "a", "b", "c", "a"])
-    assert placement.host_of == (0, 1, 0, 2, 1)
-    assert placement.ranks_on == ((0, 2), (1, 4), (3,))
-    assert placement.leaders == (0, 1, 3)
+    placement = Placement(["b", "a", "b", "c", "a"])
+    assert placement.host_of == [0, 1, 0, 2, 1]
+    assert placement.ranks_on == [[0, 2], [1, 4], [3]]
+    assert leaders_of(placement) == [0, 1, 3]
     assert (placement.ranks, placement.hosts, placement.least_on_a_host) == (5, 3, 1)
 
 
 def test_ranks_of_another_host_are_dealt_out_to_those_of_one() -> None:
-    placement = placement_of(["a", "a", "a", "b", "b"])
+    placement = Placement(["a", "a", "a", "b", "b"])
     assert [placement.counterpart(rank, 1) for rank in (0, 1, 2)] == [3, 4, 3]
     assert [placement.counterpart(rank, 0) for rank in (3, 4)] == [0, 1]
+    for rank, host in ((5, 0), (-1, 0), (0, 2), (0, -1)):
+        with pytest.raises(pydist.InvalidUsage, match="not of 5 ranks on 2 hosts"):
+            placement.counterpart(rank, host)
 
 
 def test_one_host_has_no_link() -> None:
