@@ -39,7 +39,8 @@ constexpr std::array kVariables = {
                         "rank of a host. Unset: whichever is free."},
     EnvironmentVariable{"PYDIST_SOCKETS", "1 to 16", "",
                         "TCP connections that a rank makes to each one on another host. Unset: 2, "
-                        "and 1 to a container of the same machine."},
+                        "1 to a container of the same machine, and at least one for each of "
+                        "PYDIST_INTERFACE."},
     EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
                         "How long a waiter spins before it sleeps. Unset: 50 where every local "
                         "rank has a core of its own, otherwise 0."},

@@ -33,7 +33,8 @@ namespace {
 // warnings each time.
 constexpr std::chrono::microseconds kFirstPause{200};
 constexpr std::chrono::microseconds kLongestPause{10'000};
-// Ranks that wait together ask a server no more than 10,000 times a second.
+// Up to some thousand ranks that wait together ask a server about 10,000 times a second; each of
+// more of them does so at least at the end of every slice of its wait (get_while_hoping()).
 constexpr std::chrono::microseconds kPauseForEachRank{100};
 // How often a rank that waits for a key asks whether it waits in vain.
 constexpr std::chrono::milliseconds kNewsInterval{200};
@@ -167,7 +168,11 @@ class TorchStore : public KeyValueStore {
 
   std::string go_on_waiting(const std::string& key, Deadline deadline,
                             Deadline::Clock::time_point since) override {
-    Pause pause(longest_pause_, Deadline::Clock::now() - since);
+    const Deadline::Clock::duration waited = Deadline::Clock::now() - since;
+    Pause pause(longest_pause_, waited);
+    if (waited >= kFirstPause && !deadline.has_passed()) {
+      pause.sleep_until(deadline);  // it has asked at the end of the wait before
+    }
     while (!ask<bool>("read", key, [key](c10d::Store& store) { return store.check({key}); })) {
       if (deadline.has_passed()) {
         throw Timeout(has_not_come(key));

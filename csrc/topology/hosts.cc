@@ -115,17 +115,16 @@ std::optional<std::size_t> tasks_left(const std::string& mount, const std::strin
   return least;
 }
 
-bool has_core_for_every_rank(const std::vector<std::vector<int>>& allowed_by_rank,
-                             std::optional<double> quota) {
+bool has_core_for_every_rank(const std::vector<ProcessorGrant>& ranks) {
   std::set<int> all;
-  for (const auto& allowed : allowed_by_rank) {
-    all.insert(allowed.begin(), allowed.end());
+  for (const ProcessorGrant& rank : ranks) {
+    all.insert(rank.processors.begin(), rank.processors.end());
   }
   double cores = static_cast<double>(all.size());
-  if (quota) {
-    cores = std::min(cores, *quota);
+  for (const ProcessorGrant& rank : ranks) {
+    cores = std::min(cores, rank.quota.value_or(cores));
   }
-  return cores >= static_cast<double>(allowed_by_rank.size());
+  return cores >= static_cast<double>(ranks.size());
 }
 
 }  // namespace pydist

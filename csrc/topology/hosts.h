@@ -40,9 +40,14 @@ namespace pydist {
     const std::string& mount = "/sys/fs/cgroup",
     const std::string& memberships = "/proc/self/cgroup");
 
+// What a rank may use of its host, as allowed_processors() and processor_quota() say.
+struct ProcessorGrant {
+  std::vector<int> processors;
+  std::optional<double> quota;
+};
+
 // Whether every rank of the host can have a core of its own: the union of what the ranks may run
-// on, capped by the quota, covers them.
-[[nodiscard]] bool has_core_for_every_rank(const std::vector<std::vector<int>>& allowed_by_rank,
-                                           std::optional<double> quota);
+// on, capped by the least of their quotas, covers them.
+[[nodiscard]] bool has_core_for_every_rank(const std::vector<ProcessorGrant>& ranks);
 
 }  // namespace pydist

@@ -2,7 +2,9 @@
 
 #include <chrono>
 #include <exception>
+#include <new>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,6 +60,21 @@ std::string summary_in(const std::string& answer) {
 }
 
 std::string answer_key(const std::string& topic) { return topic + "/all"; }
+
+// For the handler of what has ended a wait: whether the user has, and no fault of the engine's.
+bool is_interruption() {
+  try {
+    throw;
+  } catch (const Error&) {
+    return false;
+  } catch (const std::bad_alloc&) {
+    return false;
+  } catch (const std::logic_error&) {
+    return false;
+  } catch (...) {
+    return true;
+  }
+}
 
 // For rank 0, while it waits for the others: the answer is there before it has answered.
 struct Answered : std::exception {
@@ -190,7 +207,7 @@ std::string exchange(KeyValueStore& store, const std::string& topic, int rank, i
 
 ErrorDescription why_given_up(Blame self) {
   ErrorDescription why = describe(std::current_exception());
-  if (why.kind == ErrorKind::kError) {
+  if (is_interruption()) {
     self.cause = "was interrupted";
     const std::string process =
         self.pid == 0 ? "" : join(" (", name_of_process(self.pid, self.host), ")");
@@ -207,7 +224,7 @@ ErrorDescription why_given_up(Blame self) {
 }
 
 void throw_told(const ErrorDescription& told) {
-  if (describe(std::current_exception()).kind == ErrorKind::kError) {
+  if (is_interruption()) {
     throw;
   }
   throw_described(told);

@@ -48,9 +48,9 @@ struct LaneCounters {
   alignas(64) Counter granted;    // by the receiver
   alignas(64) Counter sent;       // by the sender
   alignas(64) Counter released;   // by the receiver
-  // Of messages, between hosts: the sender has left the group, and the last that it has sent to the
-  // receiver comes over a connection of the two.
-  std::atomic<std::uint32_t> has_last_words;
+  // Of messages, between hosts: the sender has left the group, and what it has sent to the receiver
+  // ends with kLastSegment (tcp/frame.h), which comes over a connection of the two.
+  std::atomic<std::uint32_t> awaits_last_segment;
 };
 
 struct LaneRings {

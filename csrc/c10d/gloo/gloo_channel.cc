@@ -126,15 +126,8 @@ void GlooChannel::all_reduce_sum(void* data, std::size_t count, DType dtype, Dea
     std::vector<at::Tensor> tensors{at::from_blob(data, {elements}, scalar_type_of(dtype))};
     c10d::AllreduceOptions options;
     options.timeout = timeout_of(deadline);
-    backend().allreduce(tensors, options)->wait();
+    backend_->allreduce(tensors, options)->wait();
   });
-}
-
-c10d::Backend& GlooChannel::backend() const {
-  if (!backend_) {
-    throw Aborted("The group was shut down while the operation was under way.");
-  }
-  return *backend_;
 }
 
 void GlooChannel::copy_own_block(const void* input, void* output, std::size_t bytes) const {
@@ -160,7 +153,7 @@ void GlooChannel::all_gather(const void* input, void* output, std::size_t bytes,
         bytes_at(static_cast<std::byte*>(output) + static_cast<std::size_t>(rank_) * bytes, bytes);
     c10d::AllgatherOptions options;
     options.timeout = timeout_of(deadline);
-    backend()._allgather_base(gathered, own, options)->wait();
+    backend_->_allgather_base(gathered, own, options)->wait();
   });
 }
 
@@ -173,7 +166,7 @@ void GlooChannel::broadcast(void* data, std::size_t bytes, int root, Deadline de
     c10d::BroadcastOptions options;
     options.rootRank = root;
     options.timeout = timeout_of(deadline);
-    backend().broadcast(tensors, options)->wait();
+    backend_->broadcast(tensors, options)->wait();
   });
 }
 
@@ -199,7 +192,7 @@ void GlooChannel::all_to_all(const void* input, const std::vector<std::int64_t>&
     std::vector<std::int64_t> source_splits = input_bytes;
     c10d::AllToAllOptions options;
     options.timeout = timeout_of(deadline);
-    backend().alltoall_base(target, source, target_splits, source_splits, options)->wait();
+    backend_->alltoall_base(target, source, target_splits, source_splits, options)->wait();
   });
 }
 
@@ -210,7 +203,7 @@ void GlooChannel::barrier(Deadline deadline) {
   typed([&] {
     c10d::BarrierOptions options;
     options.timeout = timeout_of(deadline);
-    backend().barrier(options)->wait();
+    backend_->barrier(options)->wait();
   });
 }
 
@@ -233,7 +226,7 @@ GlooChannel::Message GlooChannel::post_send(const void* data, std::size_t bytes,
   return typed([&] {
     std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
     return std::make_shared<MessageState>(
-        MessageState{backend().send(tensors, peer, static_cast<int>(tag))});
+        MessageState{backend_->send(tensors, peer, static_cast<int>(tag))});
   });
 }
 
@@ -242,8 +235,8 @@ GlooChannel::Message GlooChannel::post_recv(void* data, std::size_t bytes, int p
   return typed([&] {
     std::vector<at::Tensor> tensors{bytes_at(data, bytes)};
     return std::make_shared<MessageState>(
-        MessageState{peer < 0 ? backend().recvAnysource(tensors, static_cast<int>(tag))
-                              : backend().recv(tensors, peer, static_cast<int>(tag))});
+        MessageState{peer < 0 ? backend_->recvAnysource(tensors, static_cast<int>(tag))
+                              : backend_->recv(tensors, peer, static_cast<int>(tag))});
   });
 }
 

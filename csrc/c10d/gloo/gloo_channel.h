@@ -82,8 +82,6 @@ class GlooChannel {
   void abandon() noexcept;
 
  private:
-  // Throws Aborted once it is let go.
-  [[nodiscard]] c10d::Backend& backend() const;
   void copy_own_block(const void* input, void* output, std::size_t bytes) const;
 
   c10::intrusive_ptr<c10d::Backend> backend_;

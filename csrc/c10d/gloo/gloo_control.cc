@@ -85,23 +85,22 @@ JobSecret GlooControl::secret_of(const Card& first) const {
 }
 
 std::chrono::nanoseconds GlooControl::spin_time(std::span<const Card> cards) const {
-  std::vector<std::vector<int>> allowed;
-  std::optional<double> quota;
+  std::vector<ProcessorGrant> grants;
   for (const Card& each : cards) {
     if (each.machine != cards[static_cast<std::size_t>(rank_)].machine) {
       continue;
     }
-    std::vector<int>& its = allowed.emplace_back();
+    ProcessorGrant& grant = grants.emplace_back();
     for (std::size_t processor = 0; processor < each.processors.size() * 64; ++processor) {
       if ((each.processors[processor / 64] >> processor % 64 & 1) != 0) {
-        its.push_back(static_cast<int>(processor));
+        grant.processors.push_back(static_cast<int>(processor));
       }
     }
     if (each.quota != 0) {
-      quota = std::min(quota.value_or(each.quota), each.quota);
+      grant.quota = each.quota;
     }
   }
-  return environment_.spin_time(has_core_for_every_rank(allowed, quota));
+  return environment_.spin_time(has_core_for_every_rank(grants));
 }
 
 void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadline) {
@@ -149,15 +148,6 @@ void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadli
   }
 }
 
-FrameHeader GlooControl::header_for(FrameKind kind, int receiver) const noexcept {
-  FrameHeader header;
-  header.kind = kind;
-  header.group = id_;
-  header.sender = rank_;
-  header.receiver = receiver;
-  return header;
-}
-
 void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline) {
   PYDIST_CHECK(bytes <= kMostRecordBytes);
   const auto ranks = links_.size();
@@ -175,7 +165,7 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
     const std::size_t count = std::min(have, ranks - have);
     const std::size_t to = (own + ranks - have) % ranks;
     const std::size_t from = (own + have) % ranks;
-    FrameHeader header = header_for(FrameKind::kEager, static_cast<int>(to));
+    FrameHeader header = frame_between(FrameKind::kRecords, id_, rank_, static_cast<int>(to));
     header.number = number;
     links_[to]->send(header, {blocks.data(), count * bytes});
     const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline);
@@ -235,7 +225,7 @@ std::byte* GlooControl::place(const FrameHeader& header, std::uint64_t sender) {
   const bool is_rank = header.sender >= 0 && header.sender < size() && header.receiver == rank_;
   const LinkPtr link = is_rank ? links_[static_cast<std::size_t>(header.sender)] : nullptr;
   bool makes_sense = link && link->number() == sender;
-  if (header.kind == FrameKind::kEager) {
+  if (header.kind == FrameKind::kRecords) {
     // A rank is one all-gather ahead at most: it has needed what this one has said in the last.
     const std::lock_guard lock(mutex_);
     const std::uint64_t gather = header.number / kRounds;
@@ -243,7 +233,7 @@ std::byte* GlooControl::place(const FrameHeader& header, std::uint64_t sender) {
                   gather <= gathers_ + 1 && header.bytes <= links_.size() * kMostRecordBytes &&
                   !arrived_.contains({header.sender, header.number});
   } else {
-    makes_sense = makes_sense && header.kind == FrameKind::kFailure && header.bytes == 0;
+    makes_sense = makes_sense && header.kind == FrameKind::kClosed && header.bytes == 0;
   }
   if (!makes_sense) {
     throw BadFrame(join("a frame of kind ", static_cast<int>(header.kind), " from rank ",
@@ -256,7 +246,7 @@ std::byte* GlooControl::place(const FrameHeader& header, std::uint64_t sender) {
 void GlooControl::take(const FrameHeader& header, const std::byte* payload,
                        std::uint64_t /*sender*/) {
   const std::lock_guard lock(mutex_);
-  if (header.kind == FrameKind::kEager) {
+  if (header.kind == FrameKind::kRecords) {
     arrived_.emplace(std::pair(header.sender, header.number),
                      std::vector<std::byte>(payload, payload + header.bytes));
   } else {
@@ -287,7 +277,7 @@ void GlooControl::close() noexcept {
     for (int peer = 0; peer < size(); ++peer) {
       const LinkPtr& link = links_[static_cast<std::size_t>(peer)];
       if (link && link->is_up()) {
-        link->send(header_for(FrameKind::kFailure, peer));
+        link->send(frame_between(FrameKind::kClosed, id_, rank_, peer));
       }
     }
   });

@@ -101,7 +101,6 @@ class GlooControl final : private FrameSink {
   // How long a wait spins before it sleeps.
   [[nodiscard]] std::chrono::nanoseconds spin_time(std::span<const Card> cards) const;
   [[nodiscard]] int size() const noexcept { return static_cast<int>(links_.size()); }
-  [[nodiscard]] FrameHeader header_for(FrameKind kind, int receiver) const noexcept;
   // What the frame with that number from `sender` has brought.
   [[nodiscard]] std::vector<std::byte> await(int sender, std::uint64_t number, Deadline deadline);
   // With mutex_. Throws where it will not come.

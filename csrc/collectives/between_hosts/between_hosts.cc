@@ -30,18 +30,17 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
   check_agreement(group, call, 0, group.size());
 
   const Route route = agreed_route(group, call);
+  const bool may_go_by_hosts = has_hosts_of_several_ranks(placement);
+  const OpKind kind = call.kind;
   if (route == Route::kInline || route == Route::kOneShot) {
     finish_one_shot(run, route);
-  } else if (call.kind == OpKind::kAllReduce && has_hosts_of_several_ranks(placement) &&
-             fits_by_hosts(channels, placement)) {
+  } else if (may_go_by_hosts && kind == OpKind::kAllReduce && fits_by_hosts(channels, placement)) {
     co_await all_reduce_by_hosts(run, channels, placement);
-  } else if ((call.kind == OpKind::kReduceScatter || call.kind == OpKind::kReduce) &&
-             has_hosts_of_several_ranks(placement)) {
+  } else if (may_go_by_hosts && (kind == OpKind::kReduceScatter || kind == OpKind::kReduce)) {
     co_await reduce_blocks_by_hosts(run, channels, placement);
-  } else if ((call.kind == OpKind::kAllGather || call.kind == OpKind::kBroadcast) &&
-             has_hosts_of_several_ranks(placement)) {
+  } else if (may_go_by_hosts && (kind == OpKind::kAllGather || kind == OpKind::kBroadcast)) {
     co_await spread_blocks_by_hosts(run, channels, placement);
-  } else if (has_op(call.kind)) {
+  } else if (has_op(kind)) {
     co_await exchange_and_reduce(run, channels);
   } else {
     co_await exchange_blocks(run, channels);

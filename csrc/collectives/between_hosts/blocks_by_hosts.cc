@@ -75,8 +75,9 @@ struct Speakers {
   [[nodiscard]] Block segment(const Block& block, std::size_t turn) const {
     return part_of(block, turn, elements, run.element_bytes());
   }
-  [[nodiscard]] std::size_t turns_for(std::size_t largest_block) const {
-    return parts_in(largest_block, elements);
+  template <typename BlockOf>
+  [[nodiscard]] std::size_t turns_for(const BlockOf& block_of) const {
+    return parts_in(largest_of(run.size(), block_of), elements);
   }
   // The ranks of other hosts that speak for this rank's block, or about whose blocks it speaks.
   [[nodiscard]] int counterpart_on(int other_host) const {
@@ -105,20 +106,7 @@ struct ReducingSpeakers : Speakers {
   }
 
   // This rank's part of the block of `rank`.
-  [[nodiscard]] Block input(int rank) const {
-    const Call& call = run.call();
-    if (call.kind == OpKind::kReduceScatter) {
-      return call.inputs[rank];
-    }
-    return rank == call.root ? call.inputs[0] : Block{};
-  }
-  [[nodiscard]] std::size_t largest() const {
-    std::size_t largest = 0;
-    for (int rank = 0; rank < run.size(); ++rank) {
-      largest = std::max(largest, input(rank).count);
-    }
-    return largest;
-  }
+  [[nodiscard]] Block input(int rank) const { return contribution(run.call(), rank); }
   // This host's for the block of this rank.
   [[nodiscard]] std::byte* own_sum(std::size_t turn) {
     return own_sums[turn % own_sums.size()].data();
@@ -220,13 +208,6 @@ struct SpreadingSpeakers : Speakers {
     }
     return run.is_root() ? call.inputs[0] : call.outputs[0];
   }
-  [[nodiscard]] std::size_t largest() const {
-    std::size_t largest = 0;
-    for (int rank = 0; rank < run.size(); ++rank) {
-      largest = std::max(largest, block(rank).count);
-    }
-    return largest;
-  }
   // The segment that the `index`-th rank of this host sends to it in this step.
   [[nodiscard]] Block passed_on(std::size_t index, std::size_t step) const {
     const int its = turns.block_of(index, step);
@@ -294,7 +275,8 @@ Task take_from_speakers(SpreadingSpeakers& speakers, std::size_t step) {
 Task reduce_blocks_by_hosts(Collective& run, Channels& channels, const Placement& placement) {
   ReducingSpeakers speakers(run, channels, placement);
   const std::size_t turn = speakers.turns.steps_of_a_turn();
-  const std::size_t steps = speakers.turns_for(speakers.largest()) * turn;
+  const std::size_t steps =
+      speakers.turns_for([&](int rank) { return speakers.input(rank); }) * turn;
   const std::size_t combined_at = turn + channels.window() * turn;
   for (std::size_t step = 0; step < steps + combined_at; ++step) {
     if (is_due(step, 0, steps)) {
@@ -317,7 +299,8 @@ Task spread_blocks_by_hosts(Collective& run, Channels& channels, const Placement
     run.copy(call.outputs[0].data, call.inputs[0].data, call.inputs[0].count);
   }
   const std::size_t turn = speakers.turns.steps_of_a_turn();
-  const std::size_t steps = speakers.turns_for(speakers.largest()) * turn;
+  const std::size_t steps =
+      speakers.turns_for([&](int rank) { return speakers.block(rank); }) * turn;
   const std::size_t passed_at = turn - 1 + channels.window() * turn;
   const std::size_t taken_at = passed_at + 1;
   for (std::size_t step = 0; step < steps + taken_at; ++step) {

@@ -31,14 +31,8 @@ class ReducedBlocks {
 
   // This rank's contribution to what `rank` reduces.
   [[nodiscard]] Block input(int rank) const {
-    switch (call_.kind) {
-      case OpKind::kAllReduce:
-        return slice(call_.inputs[0].data, rank);
-      case OpKind::kReduceScatter:
-        return call_.inputs[rank];
-      default:
-        return rank == call_.root ? call_.inputs[0] : Block{};
-    }
+    return call_.kind == OpKind::kAllReduce ? slice(call_.inputs[0].data, rank)
+                                            : contribution(call_, rank);
   }
   // Where the result of what `rank` reduces belongs here; nowhere where this rank doesn't get it.
   [[nodiscard]] Block output(int rank) const {
@@ -52,11 +46,7 @@ class ReducedBlocks {
 
   // Elements of the largest.
   [[nodiscard]] std::size_t largest() const {
-    std::size_t largest = 0;
-    for (int rank = 0; rank < run_.size(); ++rank) {
-      largest = std::max(largest, input(rank).count);
-    }
-    return largest;
+    return largest_of(run_.size(), [this](int rank) { return input(rank); });
   }
 
  private:

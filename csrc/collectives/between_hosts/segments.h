@@ -25,6 +25,24 @@ namespace pydist {
   return (count + elements - 1) / elements;
 }
 
+// What a rank contributes to the block that `rank` gets, in reduce_scatter and reduce.
+[[nodiscard]] inline Block contribution(const Call& call, int rank) noexcept {
+  if (call.kind == OpKind::kReduceScatter) {
+    return call.inputs[rank];
+  }
+  return rank == call.root ? call.inputs[0] : Block{};
+}
+
+// Elements of the largest block of so many ranks.
+template <typename BlockOf>
+[[nodiscard]] std::size_t largest_of(int ranks, const BlockOf& block_of) {
+  std::size_t largest = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    largest = std::max(largest, block_of(rank).count);
+  }
+  return largest;
+}
+
 // What has come, which must be `bytes` long.
 [[nodiscard]] inline const std::byte* received(ReceiveChannel& channel, std::size_t bytes) {
   const std::span<const std::byte> slot = channel.slot();

@@ -79,15 +79,11 @@ std::vector<Introduction> read_introductions(const std::vector<std::string>& tex
 }
 
 std::chrono::nanoseconds spin_time(const Environment& environment, const std::vector<Card>& cards) {
-  std::vector<std::vector<int>> allowed;
-  std::optional<double> quota;
+  std::vector<ProcessorGrant> grants;
   for (const Card& card : cards) {
-    allowed.push_back(card.processors);
-    if (card.processor_quota) {
-      quota = std::min(quota.value_or(*card.processor_quota), *card.processor_quota);
-    }
+    grants.push_back({card.processors, card.processor_quota});
   }
-  return environment.spin_time(has_core_for_every_rank(allowed, quota));
+  return environment.spin_time(has_core_for_every_rank(grants));
 }
 
 }  // namespace pydist

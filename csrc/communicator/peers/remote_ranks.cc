@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "base/log.h"
@@ -16,6 +17,9 @@ namespace pydist {
 namespace {
 
 constexpr std::chrono::nanoseconds kBetweenRefreshes = std::chrono::milliseconds(100);
+// How long a rank that leaves waits for connections by which something is to go.
+constexpr std::chrono::seconds kDialPatience{1};
+constexpr std::chrono::milliseconds kDialLook{1};
 
 }  // namespace
 
@@ -59,15 +63,6 @@ void RemoteRanks::release_buffers() {
       peer->link->release_segments(id_);
     }
   }
-}
-
-FrameHeader RemoteRanks::header_for(FrameKind kind, int receiver) const noexcept {
-  FrameHeader header;
-  header.kind = kind;
-  header.group = id_;
-  header.sender = rank_;
-  header.receiver = receiver;
-  return header;
 }
 
 void RemoteRanks::send_to_hosts(FrameHeader header, std::span<const std::byte> payload) {
@@ -214,6 +209,7 @@ void RemoteRanks::pass_failure_on() {
 }
 
 void RemoteRanks::send_departure() {
+  await_dialled();
   has_departed_.store(true);
   tell_departure();
   for (int rank = 0; rank < placement_.size(); ++rank) {
@@ -225,19 +221,31 @@ void RemoteRanks::send_departure() {
   }
 }
 
+// A small message is sent, as far as its sender is concerned, once it waits for its connection.
+void RemoteRanks::await_dialled() const {
+  const Deadline patience = Deadline::in(kDialPatience);
+  for (const PeerPtr& peer : peers_) {
+    const LinkPtr& its_link = peer->link;
+    while (its_link && !its_link->is_up() && !its_link->is_lost() && its_link->has_to_send() &&
+           !segment_.failure().is_set() && !patience.has_passed()) {
+      std::this_thread::sleep_for(kDialLook);
+    }
+  }
+}
+
 void RemoteRanks::tell_departure() {
   const RankControl& control = segment_.control(rank_);
   FrameHeader header = header_for(FrameKind::kDeparture, 0);
   header.number = control.has_left.load(std::memory_order_relaxed);
   header.extra = control.farewell.load(std::memory_order_relaxed);
-  // The way that this rank's posts have gone: another one might be quicker, and the ranks there
-  // would take the rank for gone before they see what it has done.
   for (const int host : other_hosts_) {
-    std::vector<std::byte> has_last_words;
+    std::vector<std::byte> awaits_last_segment;
     for (const int rank : placement_.ranks_on(host)) {
-      has_last_words.push_back(std::byte{link(rank)->is_up()});
+      awaits_last_segment.push_back(std::byte{link(rank)->is_up()});
     }
-    send_to_any_on(host, header, has_last_words);
+    // The way that this rank's posts have gone: another one might be quicker, and the ranks there
+    // would take the rank for gone before they see what it has done.
+    send_to_any_on(host, header, awaits_last_segment);
   }
 }
 
@@ -256,7 +264,8 @@ bool RemoteRanks::may_send_more(int rank) const noexcept {
     return segments(rank, rank_) + 1 < last;
   }
   // The rank may have made a connection that stands only at its end so far.
-  return link(rank)->is_up() || lanes_.messages.counters(rank, rank_).has_last_words.load() != 0;
+  return link(rank)->is_up() ||
+         lanes_.messages.counters(rank, rank_).awaits_last_segment.load() != 0;
 }
 
 bool RemoteRanks::speaks_for(int rank) const noexcept {

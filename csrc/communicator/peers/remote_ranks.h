@@ -113,7 +113,9 @@ class RemoteRanks final : public Announcer,
   [[nodiscard]] const LinkPtr& link(int rank) const noexcept {
     return peers_[static_cast<std::size_t>(rank)]->link;
   }
-  [[nodiscard]] FrameHeader header_for(FrameKind kind, int receiver) const noexcept;
+  [[nodiscard]] FrameHeader header_for(FrameKind kind, int receiver) const noexcept {
+    return frame_between(kind, id_, rank_, receiver);
+  }
   [[nodiscard]] LaneSegment& lanes(LaneSet set) noexcept {
     return set == LaneSet::kMessages ? lanes_.messages : lanes_.collectives;
   }
@@ -132,6 +134,7 @@ class RemoteRanks final : public Announcer,
   // An error, which must not be held up by one rank that is stopped or gone: to every rank of other
   // hosts that this one is connected to, and to one of each host.
   void spread(FrameHeader header, std::span<const std::byte> payload);
+  void await_dialled() const;
   void tell_departure();
   // Whether something may still come, to this rank, from one that has told this host that it
   // leaves.

@@ -167,7 +167,7 @@ void RemoteRanks::take(const FrameHeader& header, const std::byte* payload,
       RankControl& control = segment_.control(header.sender);
       for (const int rank : placement_.ranks_on(placement_.host_of(rank_))) {
         lanes_.messages.counters(header.sender, rank)
-            .has_last_words.store(static_cast<std::uint32_t>(*payload++));
+            .awaits_last_segment.store(static_cast<std::uint32_t>(*payload++));
       }
       control.farewell.store(header.extra, std::memory_order_relaxed);
       control.has_left.store(static_cast<std::uint32_t>(header.number), std::memory_order_release);

@@ -39,7 +39,10 @@ enum class FrameKind : std::uint8_t {
   kLastSegment,  // number: how many segments the rank has sent to this one before it left
   kPageRequest,  // number: the rank whose page is asked for
   kPage,         // sender: whose page it is; number: the monotonic clock of its host; payload: it
-  kLast = kPage,
+  // Of a group on gloo (c10d/gloo/gloo_control.h).
+  kRecords,  // number: of the all-gather, and of its round; payload: records of some ranks
+  kClosed,   // the rank has given its connections up
+  kLast = kClosed,
 };
 
 struct FrameHeader {
@@ -56,6 +59,17 @@ struct FrameHeader {
   std::uint64_t extra = 0;
 };
 static_assert(sizeof(FrameHeader) == 40);
+
+// From one rank of a group to another.
+[[nodiscard]] inline FrameHeader frame_between(FrameKind kind, std::uint64_t group, int sender,
+                                               int receiver) noexcept {
+  FrameHeader header;
+  header.kind = kind;
+  header.group = group;
+  header.sender = sender;
+  header.receiver = receiver;
+  return header;
+}
 
 // The most that a frame may hold: what is larger is cut.
 inline constexpr std::size_t kMostPayload = std::size_t{32} << 20;

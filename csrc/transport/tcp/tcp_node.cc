@@ -312,6 +312,9 @@ void TcpNode::lose(Known& known, const std::string& why) {
     static_cast<void>(::epoll_ctl(connections_.get(), EPOLL_CTL_DEL, socket->fd(), nullptr));
   }
   known.link->lose(why);
+  if (is_stopping_.load()) {
+    return;  // it is this process that ends, and the other one answers to that
+  }
   for (const auto& [group, sink] : sinks_) {
     sink->lose(known.link->number());
   }

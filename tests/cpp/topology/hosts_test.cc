@@ -104,22 +104,33 @@ TEST(HostsTest, TheFreezerOfAProcess) {
   EXPECT_TRUE(is_seven_frozen());
 }
 
+// The last rank has the quota.
+bool has_cores(const std::vector<std::vector<int>>& allowed, std::optional<double> quota) {
+  std::vector<ProcessorGrant> ranks;
+  for (const std::vector<int>& processors : allowed) {
+    ranks.push_back({processors, std::nullopt});
+  }
+  ranks.back().quota = quota;
+  return has_core_for_every_rank(ranks);
+}
+
 TEST(HostsTest, CoresAreCountedOnceOverAllRanks) {
   const std::vector<int> both = {0, 1};
-  EXPECT_TRUE(has_core_for_every_rank({both, both}, std::nullopt));
-  EXPECT_FALSE(has_core_for_every_rank({both, both, both}, std::nullopt));
+  EXPECT_TRUE(has_cores({both, both}, std::nullopt));
+  EXPECT_FALSE(has_cores({both, both, both}, std::nullopt));
   // Pinned to cores of their own, and pinned all to the same.
-  EXPECT_TRUE(has_core_for_every_rank({{0}, {1}, {7}}, std::nullopt));
-  EXPECT_FALSE(has_core_for_every_rank({{3}, {3}}, std::nullopt));
-  EXPECT_TRUE(has_core_for_every_rank({{3}}, std::nullopt));
+  EXPECT_TRUE(has_cores({{0}, {1}, {7}}, std::nullopt));
+  EXPECT_FALSE(has_cores({{3}, {3}}, std::nullopt));
+  EXPECT_TRUE(has_cores({{3}}, std::nullopt));
 }
 
 TEST(HostsTest, TheQuotaCapsTheCores) {
   const std::vector<int> four = {0, 1, 2, 3};
-  EXPECT_TRUE(has_core_for_every_rank({four, four}, 2.0));
-  EXPECT_FALSE(has_core_for_every_rank({four, four}, 1.5));
-  EXPECT_FALSE(has_core_for_every_rank({four}, 0.5));
-  EXPECT_FALSE(has_core_for_every_rank({four, four, four, four, four}, 64.0));
+  EXPECT_TRUE(has_cores({four, four}, 2.0));
+  EXPECT_FALSE(has_cores({four, four}, 1.5));
+  EXPECT_FALSE(has_cores({four}, 0.5));
+  EXPECT_FALSE(has_cores({four, four, four, four, four}, 64.0));
+  EXPECT_FALSE(has_core_for_every_rank({{four, 1.5}, {four, 3.0}}));
 }
 
 }  // namespace

@@ -192,6 +192,29 @@ TEST(RendezvousTest, AnInterruptedRankIsNamedToTheOthers) {
   });
 }
 
+TEST(RendezvousTest, AFaultInTheSummaryIsNoInterruption) {
+  const std::vector<Summarize> faults = {
+      [](const auto&) -> std::string {
+        PYDIST_CHECK(false);
+        return "";
+      },
+      [](const auto&) { return std::to_string(std::stoull("none")); },
+  };
+  for (const Summarize& fault : faults) {
+    MemoryStore store;
+    run_ranks(3, [&](int rank) {
+      try {
+        static_cast<void>(exchange(store, "topic", rank, 3, "", fault, Deadline::in(seconds(30))));
+        FAIL() << "rank " << rank;
+      } catch (const Error& error) {
+        EXPECT_EQ(std::string(error.what()).find("interrupted"), std::string::npos) << error.what();
+        EXPECT_NE(std::string(error.what()).find("rank 0"), std::string::npos) << error.what();
+        EXPECT_EQ(error.blame().ranks, std::vector<int>{0});
+      }
+    });
+  }
+}
+
 TEST(RendezvousTest, ARank0ThatComesTooLateLearnsIt) {
   MemoryStore store;
   const Deadline deadline = Deadline::in(milliseconds(100));

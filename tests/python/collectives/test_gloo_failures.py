@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -437,3 +438,32 @@ def test_the_rank_that_hosts_the_store_is_named(number: int, kind: str, how: str
     assert (name, culprits, is_rank_0) == (kind, (0,), True), said
     assert "The job's store does not answer either" in said
     assert how in said
+
+
+OVER_GLOO = "compare their calls over gloo"
+
+
+def disagree(without_port: int | None) -> None:
+    if int(os.environ["RANK"]) == without_port:
+        taken = socket.create_server(("", 0))
+        port = taken.getsockname()[1]
+        os.environ["PYDIST_PORTS"] = f"{port}-{port}"
+    pydist.init("gloo", timeout=20)
+    tensor = torch.full((3,), pydist.rank() + 1.0)
+    pydist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.full((3,), 3.0))
+    with pytest.raises(pydist.Mismatch, match=r"rank 0 called all_reduce.*but rank 1 called barr"):
+        pydist.barrier() if pydist.rank() else pydist.all_reduce(tensor)
+
+
+@pytest.mark.parametrize("secret", [None, "s" * 32], ids=["no_secret", "secret"])
+@pytest.mark.parametrize("without_port", [None, 0, 1])
+def test_ranks_compare_their_calls_with_and_without_connections_of_their_own(
+    without_port: int | None, secret: str | None
+) -> None:
+    env = {"PYDIST_LOG": "info", "PYDIST_JOB_SECRET": secret}
+    with Ranks(2, env) as ranks:
+        outcomes = ranks.outcomes(disagree, without_port, timeout=LIMIT_S)
+    for outcome in outcomes:
+        assert outcome.ok, outcome.describe()
+        assert (OVER_GLOO in outcome.output) == (without_port is not None), outcome.output

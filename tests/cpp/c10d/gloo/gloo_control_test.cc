@@ -182,6 +182,22 @@ TEST(GlooControlTest, RanksWithOtherSecretsDoNotConnect) {
   });
 }
 
+// The system has given it no port, say.
+TEST(GlooControlTest, ARankWithoutAnAddressIsNamedByTheOthers) {
+  for (const bool has_secret : {true, false}) {
+    for (const std::size_t without : {0, 2}) {
+      ControlledRanks ranks(3, has_secret ? control_environment() : test_environment());
+      ranks.cards[without] = {};
+      ranks.on_all([&](GlooControl& control, int rank) {
+        const ErrorDescription error =
+            error_of([&] { control.connect(rank, ranks.cards, Deadline::in(seconds(20))); });
+        EXPECT_EQ(error.kind, ErrorKind::kTransport);
+        EXPECT_TRUE(contains(error.message, join("rank ", without))) << error.message;
+      });
+    }
+  }
+}
+
 TEST(GlooControlTest, WithoutASecretOfTheEnvironmentRankZeroMakesOne) {
   ControlledRanks ranks(3, test_environment());
   ranks.connect();
@@ -199,6 +215,8 @@ TEST(GlooControlTest, FramesThatMakeNoSenseEndTheConnection) {
       [](FrameHeader& header) { header.number = 64 * 3; },
       [](FrameHeader& header) { header.number = UINT64_MAX; },
       [](FrameHeader& header) { header.kind = FrameKind::kPost; },
+      [](FrameHeader& header) { header.kind = FrameKind::kEager; },
+      [](FrameHeader& header) { header.kind = FrameKind::kClosed; },
   };
   for (const auto& damage : damages) {
     ControlledRanks ranks(1);
@@ -218,7 +236,7 @@ TEST(GlooControlTest, FramesThatMakeNoSenseEndTheConnection) {
     ranks.at(0).connect(0, ranks.cards, Deadline::in(seconds(20)));
     other.join();
     FrameHeader header;
-    header.kind = FrameKind::kEager;
+    header.kind = FrameKind::kRecords;
     header.group = number_of_token(token);
     header.sender = 1;
     header.receiver = 0;

@@ -112,6 +112,25 @@ INSTANTIATE_TEST_SUITE_P(Splits, NativeHosts,
                                            Split{{0, 0, 1, 1, 2}, AlgorithmChoice::kRing}),
                          name_of_split);
 
+// Its sender is done with a small message while the connection is still being made.
+TEST(NativeHostsTest, AMessageOfARankThatLeavesAtOnceArrives) {
+  for (int round = 0; round < 10; ++round) {
+    run_ranks(4,
+              [](RankOfTest& self) {
+                std::vector<int> values(1, 7);
+                if (self.rank == 0) {
+                  self.communicator->run(send_to(3, 1, values));
+                  self.communicator = nullptr;
+                } else if (self.rank == 3) {
+                  values[0] = 0;
+                  self.communicator->run(receive_from(0, 1, values));
+                  EXPECT_EQ(values[0], 7);
+                }
+              },
+              test_environment(), {0, 0, 1, 1});
+  }
+}
+
 TEST(NativeHostsTest, HostsMeetByIpv6) {
   if (FileDescriptor(::socket(AF_INET6, SOCK_STREAM, 0)).get() < 0) {
     GTEST_SKIP() << "this machine has no IPv6";

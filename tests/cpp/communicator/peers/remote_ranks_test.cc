@@ -133,7 +133,7 @@ TEST(RemoteRanksTest, ADepartureIsSeenOnceAllSegmentsHaveCome) {
 TEST(RemoteRanksTest, ADepartureWaitsForAConnectionThatStandsAtTheOtherEndAlone) {
   for (const bool is_connected_there : {true, false}) {
     RemoteGround ground(0, /*connects=*/false);
-    ground.messages().counters(kRemote, 0).has_last_words.store(is_connected_there ? 1 : 0);
+    ground.messages().counters(kRemote, 0).awaits_last_segment.store(is_connected_there ? 1 : 0);
     ground.segment().control(kRemote).has_left.store(
         static_cast<std::uint32_t>(Departure::kShutdown));
     EXPECT_EQ(ground.remote().is_gone(kRemote), !is_connected_there);
@@ -405,6 +405,8 @@ TEST(RemoteRanksTest, AProcessOfAnotherGroupHasNoSayInThisOne) {
       payload = post_text();
     } else if (kind == FrameKind::kFailure) {
       payload = ToldError{kRemote, {ErrorKind::kError, "x", {}}}.to_text();
+    } else if (kind == FrameKind::kDeparture) {
+      payload.resize(2, '\1');
     }
     ASSERT_TRUE(send_all(other.connection.get(), frame_text(ground.header(kind, 1), payload)));
     EXPECT_TRUE(eventually([&] { return other.peer->is_dead.load(); })) << static_cast<int>(kind);
