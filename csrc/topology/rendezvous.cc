@@ -26,6 +26,8 @@ constexpr std::chrono::milliseconds kLook{200};
 // An answer begins so, or says why there is none.
 constexpr const char* kAll = "all";
 
+std::string answer_of_success(const std::string& summary) { return pack({kAll, summary}); }
+
 std::string answer_of_failure(ErrorDescription error) {
   return pack({"failed", ToldError{-1, std::move(error)}.to_text()});
 }
@@ -195,9 +197,9 @@ std::string exchange(KeyValueStore& store, const std::string& topic, int rank, i
         missing.push_back(peer);
       }
     }
-    return summary_in(store.settle(answer_key(topic), missing.empty()
-                                                          ? pack({kAll, summarize(parts)})
-                                                          : answer_of_failure(lateness(missing))));
+    const std::string answer = missing.empty() ? answer_of_success(summarize(parts))
+                                               : answer_of_failure(lateness(missing));
+    return summary_in(store.settle(answer_key(topic), answer));
   } catch (const Answered& it) {
     return summary_in(it.answer);
   } catch (...) {
