@@ -26,10 +26,10 @@ Condition Group::may_post() noexcept {
   return reached_by_all(&RankControl::completed, known_completed_);
 }
 
-void Group::publish_post() {
+void Group::publish_post(std::size_t eager_bytes) {
   publish_post_quietly();
   if (announcer_ != nullptr) {
-    announcer_->send_post(sequence_);
+    announcer_->send_post(sequence_, round_, eager_bytes);
   }
   notify();
 }

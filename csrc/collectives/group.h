@@ -42,10 +42,9 @@ class Announcer {
   Announcer& operator=(const Announcer&) = delete;
   virtual ~Announcer() = default;
 
-  // This rank's transit slot of `round` holds so many bytes for all.
-  virtual void send_eager(std::uint64_t round, std::size_t bytes) = 0;
-  // This rank's post of operation `sequence` is complete.
-  virtual void send_post(std::uint64_t sequence) = 0;
+  // This rank's post of operation `sequence` is complete, and its transit slot of `round` holds so
+  // many bytes for all.
+  virtual void send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) = 0;
 };
 
 class Group {
@@ -84,7 +83,8 @@ class Group {
   [[nodiscard]] std::uint64_t* my_block_counts() noexcept {
     return segment_.block_counts(rank_, slot());
   }
-  void publish_post();
+  // `eager_bytes`: how much of its transit slot of the first round goes to other hosts with it.
+  void publish_post(std::size_t eager_bytes = 0);
   // The same on one host, but wakes nobody: notify() or complete(), or a sequentially consistent
   // fence and ring_after_fence(), have to follow.
   void publish_post_quietly() noexcept {
@@ -128,12 +128,6 @@ class Group {
 
   // That this rank may write its chunk of `round`.
   [[nodiscard]] Condition may_deposit(std::uint64_t round) noexcept;
-  // Sends what this rank has put into its transit slot of the first round ahead of its post.
-  void send_eager(std::size_t bytes) {
-    if (announcer_ != nullptr) {
-      announcer_->send_eager(round_, bytes);
-    }
-  }
   // Backs this rank's transit with memory, the first time.
   void prepare_transit();
   [[nodiscard]] std::byte* transit(int rank, std::uint64_t round) const noexcept {

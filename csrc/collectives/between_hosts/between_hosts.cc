@@ -15,14 +15,12 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
   Collective run(group, call);
   const std::uint8_t offer = offered_to_hosts(group, call);
   co_await group.may_post();
-  if ((offer & Post::kEager) != 0) {
+  const bool is_eager = (offer & Post::kEager) != 0;
+  if (is_eager) {
     co_await group.may_deposit_first();
   }
   fill_post(group, call, offer);
-  if ((offer & Post::kEager) != 0) {
-    group.send_eager(contributed_bytes(group, call));
-  }
-  group.publish_post();
+  group.publish_post(is_eager ? contributed_bytes(group, call) : 0);
   // Everybody waits for everybody, also in the kinds in which only a root has something to say: so
   // nobody has to tell other hosts what it has completed, see Note [Reuse].
   co_await group.posted_by_all();

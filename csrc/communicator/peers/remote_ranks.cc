@@ -65,14 +65,6 @@ void RemoteRanks::release_buffers() {
   }
 }
 
-void RemoteRanks::send_to_hosts(FrameHeader header, std::span<const std::byte> payload) {
-  for (const int host : other_hosts_) {
-    // No other rank in its place: what belongs together has to take one way.
-    header.receiver = placement_.counterpart(rank_, host);
-    link(header.receiver)->send(header, payload);
-  }
-}
-
 void RemoteRanks::send_to_any_on(int host, FrameHeader header, std::span<const std::byte> payload) {
   header.receiver = placement_.counterpart(rank_, host);
   for (const int other : placement_.ranks_on(host)) {
@@ -102,13 +94,7 @@ bool RemoteRanks::is_needed() const noexcept {
   });
 }
 
-void RemoteRanks::send_eager(std::uint64_t round, std::size_t bytes) {
-  FrameHeader header = header_for(FrameKind::kEager, 0);
-  header.number = round;
-  send_to_hosts(header, {segment_.transit(rank_, round), bytes});
-}
-
-void RemoteRanks::send_post(std::uint64_t sequence) {
+void RemoteRanks::send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) {
   const std::size_t slot = sequence % kPostDepth;
   Post& post = segment_.control(rank_).posts[slot];
   const std::size_t counts =
@@ -120,9 +106,20 @@ void RemoteRanks::send_post(std::uint64_t sequence) {
   if (counts != 0) {
     std::memcpy(post_.data() + kPostFrameBytes, segment_.block_counts(rank_, slot), counts);
   }
-  FrameHeader header = header_for(FrameKind::kPost, 0);
-  header.number = sequence;
-  send_to_hosts(header, post_);
+  Frame eager{header_for(FrameKind::kEager, 0), {segment_.transit(rank_, round), eager_bytes}};
+  Frame announcement{header_for(FrameKind::kPost, 0), post_};
+  eager.header.number = round;
+  announcement.header.number = sequence;
+  for (const int host : other_hosts_) {
+    // No other rank in the counterpart's place: what belongs together has to take one way.
+    eager.header.receiver = announcement.header.receiver = placement_.counterpart(rank_, host);
+    Link& way = *link(announcement.header.receiver);
+    if (eager_bytes != 0) {
+      way.send(eager, announcement);
+    } else {
+      way.send(announcement.header, announcement.payload);
+    }
+  }
 }
 
 std::size_t RemoteRanks::slot_bytes() const noexcept {

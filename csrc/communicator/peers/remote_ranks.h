@@ -62,8 +62,7 @@ class RemoteRanks final : public Announcer,
   void release_buffers();
 
   // -- Announcer --------------------------------------------------------------------------------
-  void send_eager(std::uint64_t round, std::size_t bytes) override;
-  void send_post(std::uint64_t sequence) override;
+  void send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) override;
 
   // -- Channels ---------------------------------------------------------------------------------
   [[nodiscard]] std::size_t slot_bytes() const noexcept override;
@@ -128,7 +127,6 @@ class RemoteRanks final : public Announcer,
   // Whether the process is one of the ranks on that rank's host, which is another one than this.
   [[nodiscard]] bool is_of_host_of(int rank, std::uint64_t process) const;
   void require(bool makes_sense, const FrameHeader& header) const;
-  void send_to_hosts(FrameHeader header, std::span<const std::byte> payload);
   // To a rank of the host that can be reached.
   void send_to_any_on(int host, FrameHeader header, std::span<const std::byte> payload = {});
   // An error, which must not be held up by one rank that is stopped or gone: to every rank of other

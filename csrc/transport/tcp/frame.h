@@ -13,6 +13,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "base/error.h"
 
@@ -70,6 +71,12 @@ static_assert(sizeof(FrameHeader) == 40);
   header.receiver = receiver;
   return header;
 }
+
+// A frame that is to be sent. Its header need not say how long the payload is.
+struct Frame {
+  FrameHeader header;
+  std::span<const std::byte> payload;
+};
 
 // The most that a frame may hold: what is larger is cut.
 inline constexpr std::size_t kMostPayload = std::size_t{32} << 20;

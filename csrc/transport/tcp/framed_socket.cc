@@ -16,6 +16,9 @@ namespace {
 // A frame of so many bytes is worked on before the next one is read.
 constexpr std::size_t kLarge = std::size_t{16} << 10;
 
+// The system is given so many frames in one call.
+constexpr std::size_t kMostAtOnce = 2;
+
 // What nobody wants is read in such pieces.
 constexpr std::size_t kDropped = std::size_t{64} << 10;
 
@@ -163,18 +166,20 @@ void FramedSocket::forget(const FrameSink* sink) noexcept {
   }
 }
 
-void FramedSocket::write(OutgoingFrame& frame) {
-  while (!frame.is_written()) {
-    const std::size_t of_header = sizeof frame.header - std::min(frame.done, sizeof frame.header);
-    const std::size_t of_payload = frame.done - (sizeof frame.header - of_header);
-    std::array<iovec, 2> parts{
-        iovec{reinterpret_cast<std::byte*>(&frame.header) + (sizeof frame.header - of_header),
-              of_header},
-        iovec{const_cast<std::byte*>(frame.payload()) + of_payload,
-              frame.header.bytes - of_payload}};
+void FramedSocket::write(std::span<OutgoingFrame> frames) {
+  while (!frames.empty()) {
+    std::array<iovec, 2 * kMostAtOnce> parts;
     msghdr message{};
     message.msg_iov = parts.data();
-    message.msg_iovlen = parts.size();
+    for (OutgoingFrame& frame : frames.first(std::min(frames.size(), kMostAtOnce))) {
+      const std::size_t of_header = sizeof frame.header - std::min(frame.done, sizeof frame.header);
+      const std::size_t of_payload = frame.done - (sizeof frame.header - of_header);
+      parts[message.msg_iovlen++] = {
+          reinterpret_cast<std::byte*>(&frame.header) + (sizeof frame.header - of_header),
+          of_header};
+      parts[message.msg_iovlen++] = {const_cast<std::byte*>(frame.payload()) + of_payload,
+                                     frame.header.bytes - of_payload};
+    }
     const ssize_t count = ::sendmsg(socket_.get(), &message, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (count < 0) {
       if (errno == EINTR) {
@@ -185,7 +190,17 @@ void FramedSocket::write(OutgoingFrame& frame) {
       }
       throw system_error("The connection has ended", errno);
     }
-    frame.done += static_cast<std::size_t>(count);
+    auto written = static_cast<std::size_t>(count);
+    while (!frames.empty()) {
+      OutgoingFrame& frame = frames.front();
+      const std::size_t its = std::min(written, frame.bytes() - frame.done);
+      frame.done += its;
+      written -= its;
+      if (!frame.is_written()) {
+        break;
+      }
+      frames = frames.subspan(1);
+    }
   }
 }
 

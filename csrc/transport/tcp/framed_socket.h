@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -57,8 +58,9 @@ class FramedSocket {
   // What is still to come for `sink` is dropped.
   void forget(const FrameSink* sink) noexcept;
 
-  // Writes of a frame what the system takes. Throws TransportError where the connection has ended.
-  void write(OutgoingFrame& frame);
+  // Writes frames, one after the other, as far as the system takes them. Throws TransportError
+  // where the connection has ended.
+  void write(std::span<OutgoingFrame> frames);
   // Nothing more will be written.
   void finish_writing() noexcept;
 

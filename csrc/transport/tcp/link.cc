@@ -1,6 +1,7 @@
 #include "transport/tcp/link.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <utility>
 
@@ -11,6 +12,14 @@ namespace {
 
 // Once one connection has ended, how long the others may take.
 constexpr std::chrono::milliseconds kLastWords{500};
+
+OutgoingFrame outgoing(const Frame& frame) {
+  OutgoingFrame its;
+  its.header = frame.header;
+  its.header.bytes = static_cast<std::uint32_t>(frame.payload.size());
+  its.data = frame.payload.data();
+  return its;
+}
 
 }  // namespace
 
@@ -56,11 +65,13 @@ std::optional<std::string> Link::end() {
 }
 
 void Link::send(const FrameHeader& header, std::span<const std::byte> payload) {
-  OutgoingFrame frame;
-  frame.header = header;
-  frame.header.bytes = static_cast<std::uint32_t>(payload.size());
-  frame.data = payload.data();
-  send_now_or_later(std::move(frame), /*is_segment=*/false);
+  OutgoingFrame frame = outgoing({header, payload});
+  send_now_or_later({&frame, 1}, /*is_segment=*/false);
+}
+
+void Link::send(const Frame& first, const Frame& second) {
+  std::array<OutgoingFrame, 2> frames{outgoing(first), outgoing(second)};
+  send_now_or_later(frames, /*is_segment=*/false);
 }
 
 void Link::send_once_up(const FrameHeader& header) {
@@ -81,15 +92,15 @@ void Link::send_segment(const FrameHeader& header, const std::byte* data, Counte
   frame.header = header;
   frame.data = data;
   frame.written = &written;
-  send_now_or_later(std::move(frame), /*is_segment=*/true);
+  send_now_or_later({&frame, 1}, /*is_segment=*/true);
 }
 
-void Link::send_now_or_later(OutgoingFrame frame, bool is_segment) {
+void Link::send_now_or_later(std::span<OutgoingFrame> frames, bool is_segment) {
   bool waits = false;
   {
     const std::lock_guard lock(mutex_);
     if (is_lost() || is_broken()) {
-      count(frame);
+      std::for_each(frames.begin(), frames.end(), &Link::count);
       return;
     }
     try {
@@ -99,24 +110,26 @@ void Link::send_now_or_later(OutgoingFrame frame, bool is_segment) {
       const bool is_next =
           lane != lanes_.end() && free(*lane) && (!is_segment || segments_.empty());
       if (is_next) {
-        lane->socket->write(frame);
+        lane->socket->write(frames);
       }
-      if (is_next && frame.is_written()) {
-        count(frame);
-      } else {
+      auto& line = is_next || (!is_segment && lane != lanes_.end()) ? lane->frames
+                   : is_segment                                     ? segments_
+                                                                    : small_;
+      for (OutgoingFrame& frame : frames) {
+        if (frame.is_written()) {
+          count(frame);
+          continue;
+        }
         if (!is_segment && frame.header.bytes != 0) {
           frame.copy.assign(frame.data, frame.data + frame.header.bytes);
           frame.data = nullptr;
         }
-        auto& line = is_next || (!is_segment && lane != lanes_.end()) ? lane->frames
-                     : is_segment                                     ? segments_
-                                                                      : small_;
         line.push_back(std::move(frame));
         has_to_send_.store(true, std::memory_order_relaxed);
         waits = true;
       }
     } catch (const std::exception& error) {
-      count(frame);
+      std::for_each(frames.begin(), frames.end(), &Link::count);
       note_broken(error);
       waits = true;
     }
@@ -137,7 +150,7 @@ bool Link::write_lane(std::size_t index) {
       segments_.pop_front();
     }
     OutgoingFrame& frame = lane.frames.front();
-    lane.socket->write(frame);
+    lane.socket->write({&frame, 1});
     if (!frame.is_written()) {
       return true;
     }

@@ -42,6 +42,8 @@ class Link {
 
   // Sends a frame; the payload is copied where it can't go at once. After a loss it does nothing.
   void send(const FrameHeader& header, std::span<const std::byte> payload = {});
+  // The same for two that belong together, which take one call of the system and not two.
+  void send(const Frame& first, const Frame& second);
   // Sends a small frame as soon as there is a connection for something else.
   void send_once_up(const FrameHeader& header);
   // Sends a segment, which stays where it is until `written` has counted it.
@@ -87,7 +89,7 @@ class Link {
     std::deque<OutgoingFrame> frames;  // the first may be written in part
   };
 
-  void send_now_or_later(OutgoingFrame frame, bool is_segment);
+  void send_now_or_later(std::span<OutgoingFrame> frames, bool is_segment);
   bool write_lane(std::size_t index);
   [[nodiscard]] bool is_broken() const noexcept {
     return is_broken_.load(std::memory_order_acquire);

@@ -47,8 +47,7 @@ std::vector<std::string> recorded_frames() {
     post.kind = OpKind::kAllReduce;
     post.flags = number == 2 ? Post::kRagged : Post::kEager;
     post.count = 1'000;
-    remote.send_eager(number, 100 * number);
-    remote.send_post(number);
+    remote.send_post(number, number, 100 * number);
   }
   const std::unique_ptr<SendChannel> channel = remote.make_sender(kRemote);
   const std::unique_ptr<ReceiveChannel> received = remote.make_receiver(kRemote);

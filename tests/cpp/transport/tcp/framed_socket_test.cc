@@ -241,20 +241,35 @@ TEST(FramedSocketTest, WhatASinkRefusesEndsIt) {
 
 TEST(FramedSocketTest, WritesWhatTheSystemTakesAndGoesOnThere) {
   Wired wired(/*buffer_bytes=*/8'192);
-  const std::string payload = payload_of(1 << 20, 3);
-  OutgoingFrame frame;
-  frame.header = header_number(3);
-  frame.header.bytes = static_cast<std::uint32_t>(payload.size());
-  frame.data = reinterpret_cast<const std::byte*>(payload.data());
+  // More than are given to the system at once; the ends of writes fall into each of them, and the
+  // one without a payload.
+  const std::vector<std::size_t> sizes{1 << 20, 3, 0, 300'000, 50'001};
+  std::vector<std::string> payloads;
+  std::vector<OutgoingFrame> frames(sizes.size());
+  std::string expected;
+  for (std::size_t index = 0; index < sizes.size(); ++index) {
+    const std::size_t number = index;
+    payloads.push_back(payload_of(sizes[index], number));
+    expected += frame_text(header_number(number), payloads.back());
+  }
+  for (std::size_t index = 0; index < sizes.size(); ++index) {
+    frames[index].header = header_number(index);
+    frames[index].header.bytes = static_cast<std::uint32_t>(sizes[index]);
+    frames[index].data = reinterpret_cast<const std::byte*>(payloads[index].data());
+  }
   std::string received;
   int writes = 0;
-  while (!frame.is_written()) {
-    wired.socket.write(frame);
+  std::span<OutgoingFrame> rest(frames);
+  while (!rest.empty()) {
+    wired.socket.write(rest);
+    while (!rest.empty() && rest.front().is_written()) {
+      rest = rest.subspan(1);
+    }
     ++writes;
     received += receive_some(wired.pair.test.get(), 5'000);
   }
-  received += receive_all(wired.pair.test.get(), frame.bytes() - received.size());
-  EXPECT_EQ(received, frame_text(header_number(3), payload));
+  received += receive_all(wired.pair.test.get(), expected.size() - received.size());
+  EXPECT_EQ(received, expected);
   EXPECT_GT(writes, 10);
 }
 
@@ -263,14 +278,14 @@ TEST(FramedSocketTest, WritingToNobodyThrows) {
   wired.pair.test = FileDescriptor();
   OutgoingFrame frame;
   frame.header = header_number(1);
-  EXPECT_THROW(wired.socket.write(frame), TransportError);
+  EXPECT_THROW(wired.socket.write({&frame, 1}), TransportError);
 }
 
 TEST(FramedSocketTest, AfterTheLastWriteTheOtherEndReadsTheEnd) {
   Wired wired;
   OutgoingFrame frame;
   frame.header = header_number(1);
-  wired.socket.write(frame);
+  wired.socket.write({&frame, 1});
   wired.socket.finish_writing();
   EXPECT_EQ(receive_all(wired.pair.test.get(), 1'000), frame_text(header_number(1)));
   // The other way is still open.
