@@ -82,9 +82,9 @@ TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
   if (card_.addresses.empty()) {
     throw TransportError("This host has no address by which another one could reach it.");
   }
-  watch_in(meetings_.get(), EPOLL_CTL_ADD, wake_fd_.get(), EPOLLIN, 0);
-  watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, 0);
-  watch_in(connections_.get(), EPOLL_CTL_ADD, meetings_.get(), EPOLLIN, 0);
+  watch_in(meetings_.get(), EPOLL_CTL_ADD, wake_fd_.get(), EPOLLIN, kWakeEvent);
+  watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, kListenerEvent);
+  watch_in(connections_.get(), EPOLL_CTL_ADD, meetings_.get(), EPOLLIN, kMeetingEvent);
   thread_ = EngineThread("pydist-network", [this] { run(); });
 }
 
@@ -193,9 +193,13 @@ void TcpNode::wake() noexcept {
 void TcpNode::run() {
   while (!is_stopping_.load()) {
     try {
-      wait();
+      const bool has_meetings = wait();
       const std::lock_guard lock(mutex_);
-      serve_meetings();
+      if (has_meetings) {
+        serve_meetings();
+      }
+      dial_where_due();
+      beat();
       if (!is_polled_.load()) {
         serve_frames();
       }
@@ -224,16 +228,16 @@ void TcpNode::run() {
   }
 }
 
-void TcpNode::wait() {
-  std::array<epoll_event, 16> events;
+bool TcpNode::wait() {
+  std::array<epoll_event, 64> events;
   if (is_polled_.load()) {
-    static_cast<void>(::epoll_wait(meetings_.get(), events.data(), events.size(), kLook_ms));
+    const int count = ::epoll_wait(meetings_.get(), events.data(), events.size(), kLook_ms);
     const std::uint64_t polls = polls_.load(std::memory_order_relaxed);
     if (polls == seen_polls_) {
       is_polled_.store(false);
     }
     seen_polls_ = polls;
-    return;
+    return count > 0;
   }
   Deadline next = Deadline::in(kBeat);
   {
@@ -249,8 +253,10 @@ void TcpNode::wait() {
   }
   const auto longest = std::chrono::duration_cast<std::chrono::milliseconds>(
       next.remaining(kBeat) + std::chrono::microseconds(999));
-  static_cast<void>(::epoll_wait(connections_.get(), events.data(), events.size(),
-                                 static_cast<int>(longest.count())));
+  const int count = ::epoll_wait(connections_.get(), events.data(), events.size(),
+                                 static_cast<int>(longest.count()));
+  return std::any_of(events.begin(), events.begin() + std::max(0, count),
+                     [](const epoll_event& event) { return event.data.u64 == kMeetingEvent; });
 }
 
 void TcpNode::watch(const Link& link) {
@@ -294,7 +300,7 @@ bool TcpNode::serve_frames() {
   const int count = ::epoll_wait(connections_.get(), events.data(), events.size(), 0);
   for (int index = 0; index < count; ++index) {
     const std::uint64_t number = events[static_cast<std::size_t>(index)].data.u64;
-    if (number != 0) {
+    if (number != kMeetingEvent) {
       serve(*links_[number - 1]);
     }
   }
@@ -328,7 +334,7 @@ void TcpNode::beat() {
   drop_silent_talks();
   lose_silent_links();
   if (!is_listening_) {
-    watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, 0);
+    watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, kListenerEvent);
     is_listening_ = true;
   }
   tell_all(FrameKind::kHeartbeat);

@@ -112,9 +112,15 @@ class TcpNode {
 
   void run();
   void wake() noexcept;
+  // What an epoll tells of, besides links and talks, which it knows by their numbers.
+  static constexpr std::uint64_t kWakeEvent = 0;
+  static constexpr std::uint64_t kListenerEvent = ~std::uint64_t{0};
+  static constexpr std::uint64_t kMeetingEvent = 0;  // of connections_
+
   // Waits until something happens, while this thread serves; or at most a moment, while others do.
-  void wait();
-  // With mutex_: everything but frames.
+  // Returns whether meetings_ has something.
+  [[nodiscard]] bool wait();
+  // With mutex_: what meetings_ tells of.
   void serve_meetings();
   // Stops listening where the system has no descriptor to accept with, until the next beat.
   void pause_listening() noexcept;
@@ -124,7 +130,6 @@ class TcpNode {
   void dial(Known& known);
   void accept_all();
   void begin_talk(Talk talk);
-  void advance_talks();
   void advance(Talks::iterator talk);
   void drop_silent_talks();
   void end_talk(Talks::iterator talk, Conversation::State state);

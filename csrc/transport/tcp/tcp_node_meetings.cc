@@ -44,12 +44,19 @@ bool TcpNode::is_to_be_dialled(const Known& known) const {
 }
 
 void TcpNode::serve_meetings() {
-  std::uint64_t wakes = 0;
-  static_cast<void>(!::read(wake_fd_.get(), &wakes, sizeof wakes));
-  accept_all();
-  advance_talks();
-  dial_where_due();
-  beat();
+  std::array<epoll_event, 64> events;
+  const int count = ::epoll_wait(meetings_.get(), events.data(), events.size(), 0);
+  for (int index = 0; index < count; ++index) {
+    const std::uint64_t event = events[static_cast<std::size_t>(index)].data.u64;
+    if (event == kWakeEvent) {
+      std::uint64_t wakes = 0;
+      static_cast<void>(!::read(wake_fd_.get(), &wakes, sizeof wakes));
+    } else if (event == kListenerEvent) {
+      accept_all();
+    } else if (const auto talk = talks_.find(event); talk != talks_.end()) {
+      advance(talk);
+    }
+  }
 }
 
 void TcpNode::accept_all() {
@@ -115,17 +122,6 @@ void TcpNode::dial(Known& known) {
     --known.dialled;
     known.hindrance = error.what();
     known.next_try = Deadline::in(pause_after(++known.failures));
-  }
-}
-
-void TcpNode::advance_talks() {
-  std::array<epoll_event, 64> events;
-  const int count = ::epoll_wait(meetings_.get(), events.data(), events.size(), 0);
-  for (int index = 0; index < count; ++index) {
-    const auto talk = talks_.find(events[static_cast<std::size_t>(index)].data.u64);
-    if (talk != talks_.end()) {
-      advance(talk);
-    }
   }
 }
 
