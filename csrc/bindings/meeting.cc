@@ -78,7 +78,7 @@ void rehearse_meeting(c10::intrusive_ptr<c10d::Store> torch_store, int rank, int
                  on_network.card.addresses);
   }
   const std::vector<Card> cards =
-      cards_on(*store, topic, roster, roster.placement.host_of(rank), deadline);
+      roster_of_host(*store, topic, roster, roster.placement.host_of(rank), deadline).cards;
   const auto place = static_cast<std::size_t>(roster.placement.index_on_host(rank));
   PYDIST_CHECK(cards.at(place).to_text() == mine.card.to_text());
   // As for the verdict: rank 0 hears that all share memory.

@@ -71,7 +71,8 @@ class Meeting {
       stay_alone();
     } else {
       meet();
-      membership_.endpoint->limit_spin(spin_time(options_.environment, cards_));
+      membership_.endpoint->limit_spin(
+          options_.environment.spin_time(host_roster_.has_core_for_every_rank));
     }
     membership_.group_segment = memory_.group();
     membership_.message_segment = memory_.messages();
@@ -376,7 +377,7 @@ class Meeting {
   [[nodiscard]] int leader() const { return placement().leader_of(own_host()); }
   // That of a rank of this host.
   [[nodiscard]] const Card& card_of(int rank) const {
-    return cards_[static_cast<std::size_t>(placement().index_on_host(rank))];
+    return host_roster_.cards[static_cast<std::size_t>(placement().index_on_host(rank))];
   }
 
   // Gets what the group is made of, and backs this rank's part of it with memory.
@@ -402,9 +403,10 @@ class Meeting {
       }
     }
     noting_interruption(interruption_, [this] {
-      cards_ = cards_on(store_, introduction_topic(options_.name), roster_, own_host(), deadline_);
+      host_roster_ =
+          roster_of_host(store_, introduction_topic(options_.name), roster_, own_host(), deadline_);
     });
-    PYDIST_CHECK(cards_.size() == placement().ranks_on(own_host()).size());
+    PYDIST_CHECK(host_roster_.cards.size() == placement().ranks_on(own_host()).size());
     meet_peers(trust);
     if (rank_ != leader()) {
       fetch_memory(trust);
@@ -428,7 +430,7 @@ class Meeting {
       });
       processes_[place].local_pid = membership_.peers.back()->local_pid;
     }
-    for (const Card& card : cards_) {
+    for (const Card& card : host_roster_.cards) {
       membership_.memory_limits.push_back(card.memory_limits);
     }
   }
@@ -488,7 +490,7 @@ class Meeting {
   GroupMemory memory_ = no_memory();
   Roster roster_;                 // empty until the ranks have introduced themselves
   NetworkRoster network_roster_;  // empty on one host
-  std::vector<Card> cards_;       // of the ranks of this host
+  HostRoster host_roster_;
   MeetingSecret secret_;
   std::exception_ptr interruption_;  // by the user, amid the meeting
   std::exception_ptr failure_;       // of all ranks, once it is settled

@@ -120,12 +120,12 @@ std::string Card::to_text() const {
   }
   return pack({address, host_identity, host_name, std::to_string(pid), pid_namespace, memory_limits,
                cpus.str(), processor_quota ? std::to_string(*processor_quota) : "",
-               std::to_string(page_number)});
+               std::to_string(page_number), machine});
 }
 
 Card Card::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
-  PYDIST_CHECK(parts.size() == 9);
+  PYDIST_CHECK(parts.size() == 10);
   Card card;
   card.address = parts[0];
   card.host_identity = parts[1];
@@ -141,6 +141,7 @@ Card Card::from_text(const std::string& text) {
     card.processor_quota = std::stod(parts[7]);
   }
   card.page_number = std::stoull(parts[8]);
+  card.machine = parts[9];
   return card;
 }
 
@@ -318,6 +319,7 @@ Card Endpoint::card() {
   card.address = server().address();
   card.host_identity = host_identity_;
   card.host_name = host_name();
+  card.machine = machine_identity();
   card.pid = ::getpid();
   card.pid_namespace = pid_namespace();
   card.memory_limits = memory_limits();

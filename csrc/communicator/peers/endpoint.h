@@ -39,6 +39,7 @@ struct Card {
   std::string address;  // of the segment server
   std::string host_identity;
   std::string host_name;
+  std::string machine;  // machine_identity()
   pid_t pid = 0;
   std::string pid_namespace;  // in which `pid` counts
   std::uint64_t page_number = 0;

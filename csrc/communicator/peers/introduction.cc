@@ -1,12 +1,9 @@
 #include "communicator/peers/introduction.h"
 
-#include <algorithm>
 #include <cstddef>
 #include <exception>
-#include <optional>
 
 #include "base/error.h"
-#include "topology/hosts.h"
 #include "topology/rendezvous.h"
 
 namespace pydist {
@@ -76,14 +73,6 @@ std::vector<Introduction> read_introductions(const std::vector<std::string>& tex
     }
   }
   return ranks;
-}
-
-std::chrono::nanoseconds spin_time(const Environment& environment, const std::vector<Card>& cards) {
-  std::vector<ProcessorGrant> grants;
-  for (const Card& card : cards) {
-    grants.push_back({card.processors, card.processor_quota});
-  }
-  return environment.spin_time(has_core_for_every_rank(grants));
 }
 
 }  // namespace pydist

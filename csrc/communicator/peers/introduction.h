@@ -2,7 +2,6 @@
 
 #pragma once
 
-#include <chrono>
 #include <string>
 #include <vector>
 
@@ -42,10 +41,5 @@ struct NetworkIntroduction {
 [[nodiscard]] std::vector<Introduction> read_introductions(const std::vector<std::string>& texts,
                                                            KnownProcesses& processes,
                                                            const std::string& name);
-
-// How long a rank that waits spins before it sleeps: not at all where ranks share cores. `cards`:
-// those of the ranks of its host.
-[[nodiscard]] std::chrono::nanoseconds spin_time(const Environment& environment,
-                                                 const std::vector<Card>& cards);
 
 }  // namespace pydist

@@ -4,11 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <optional>
+#include <set>
 #include <system_error>
 #include <utility>
 
 #include "base/error.h"
 #include "memory/sha256.h"
+#include "topology/hosts.h"
 #include "topology/packed_rows.h"
 #include "topology/rendezvous.h"
 
@@ -45,9 +49,7 @@ std::string hex_of_bytes(const std::string& bytes) {
   return to_hex({reinterpret_cast<const unsigned char*>(bytes.data()), bytes.size()});
 }
 
-std::string cards_key(const std::string& topic, int host) {
-  return join(topic, "/cards of host ", host);
-}
+std::string host_key(const std::string& topic, int host) { return join(topic, "/host ", host); }
 
 std::string pack_cards(const std::vector<Card>& cards) {
   std::vector<Row> rows;
@@ -65,7 +67,34 @@ std::vector<Card> unpack_cards(const std::string& text) {
   return cards;
 }
 
+// Names of the machines that have a core for every rank on them, whatever host it is on.
+std::set<std::string> roomy_machines(const std::vector<Introduction>& introductions) {
+  std::map<std::string, std::vector<ProcessorGrant>> machines;
+  for (const Introduction& each : introductions) {
+    // A quota is that of a host: of a container.
+    machines[each.card.machine].push_back({each.card.processors, std::nullopt});
+  }
+  std::set<std::string> roomy;
+  for (const auto& [name, grants] : machines) {
+    // Without a name it may be several.
+    if (name.empty() || has_core_for_every_rank(grants)) {
+      roomy.insert(name);
+    }
+  }
+  return roomy;
+}
+
 }  // namespace
+
+std::string HostRoster::to_text() const {
+  return pack({has_core_for_every_rank ? "roomy" : "", pack_cards(cards)});
+}
+
+HostRoster HostRoster::from_text(const std::string& text) {
+  const std::vector<std::string> parts = unpack(text);
+  PYDIST_CHECK(parts.size() == 2);
+  return {unpack_cards(parts[1]), !parts[0].empty()};
+}
 
 std::string Roster::to_text() const {
   std::vector<Row> rows;
@@ -73,7 +102,7 @@ std::string Roster::to_text() const {
     rows.push_back({std::to_string(placement.host_of(static_cast<int>(rows.size()))),
                     each.host_name, std::to_string(each.pid), bytes_of_number(each.page_number)});
   }
-  return pack({token, secret_folder, pack_rows(rows), pack_cards(cards)});
+  return pack({token, secret_folder, pack_rows(rows), host.to_text()});
 }
 
 Roster Roster::from_text(const std::string& text) {
@@ -90,7 +119,7 @@ Roster Roster::from_text(const std::string& text) {
         {std::move(row[1]), static_cast<pid_t>(std::stol(row[2])), number_of_bytes(row[3])});
   }
   roster.placement = Placement(hosts);
-  roster.cards = unpack_cards(parts[3]);
+  roster.host = HostRoster::from_text(parts[3]);
   return roster;
 }
 
@@ -105,24 +134,30 @@ Roster hand_out(KeyValueStore& store, const std::string& topic,
     roster.ranks.push_back({each.card.host_name, each.card.pid, each.card.page_number});
   }
   roster.placement = Placement(identities);
+  const std::set<std::string> roomy = roomy_machines(introductions);
   for (int host = 0; host < roster.placement.hosts(); ++host) {
-    std::vector<Card> cards;
+    HostRoster its;
+    std::vector<ProcessorGrant> grants;
     for (const int rank : roster.placement.ranks_on(host)) {
-      cards.push_back(introductions[static_cast<std::size_t>(rank)].card);
+      const Card& card = its.cards.emplace_back(introductions[static_cast<std::size_t>(rank)].card);
+      grants.push_back({card.processors, card.processor_quota});
     }
+    its.has_core_for_every_rank =
+        roomy.contains(its.cards.front().machine) && has_core_for_every_rank(grants);
     if (roster.placement.spans_hosts()) {
-      store.set(cards_key(topic, host), pack_cards(cards));
+      store.set(host_key(topic, host), its.to_text());
     } else {
-      roster.cards = std::move(cards);
+      roster.host = std::move(its);
     }
   }
   return roster;
 }
 
-std::vector<Card> cards_on(KeyValueStore& store, const std::string& topic, const Roster& roster,
-                           int host, Deadline deadline) {
-  return roster.placement.spans_hosts() ? unpack_cards(store.get(cards_key(topic, host), deadline))
-                                        : roster.cards;
+HostRoster roster_of_host(KeyValueStore& store, const std::string& topic, const Roster& roster,
+                          int host, Deadline deadline) {
+  return roster.placement.spans_hosts()
+             ? HostRoster::from_text(store.get(host_key(topic, host), deadline))
+             : roster.host;
 }
 
 NetworkRoster NetworkRoster::of(const std::vector<std::string>& introductions,

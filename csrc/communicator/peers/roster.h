@@ -21,26 +21,36 @@
 
 namespace pydist {
 
+// Of the ranks of one host.
+struct HostRoster {
+  std::vector<Card> cards;  // in ascending order of rank
+  // Whether each of them can have a core of its own: other hosts may be on the same machine, as
+  // containers are.
+  bool has_core_for_every_rank = false;
+
+  [[nodiscard]] std::string to_text() const;
+  [[nodiscard]] static HostRoster from_text(const std::string& text);
+};
+
 struct Roster {
   std::string token;          // rank 0's, as in Introduction
   std::string secret_folder;  // the same
   Placement placement{0};
   std::vector<Acquaintance> ranks;  // all, by rank
-  std::vector<Card> cards;          // all, by rank, where all are on one host; otherwise none
+  HostRoster host;                  // where all are on one; otherwise empty
 
   [[nodiscard]] std::string to_text() const;
   [[nodiscard]] static Roster from_text(const std::string& text);
 };
 
 // For rank 0, which has all introductions: the roster. Where the ranks are on several hosts, it
-// also writes the cards of each into the store; `topic` is that of the introductions.
+// also writes that of each into the store; `topic` is that of the introductions.
 [[nodiscard]] Roster hand_out(KeyValueStore& store, const std::string& topic,
                               const std::vector<Introduction>& introductions);
 
-// The cards of the ranks of `host`, in ascending order of rank. For those who have the roster.
-// Throws what the store does.
-[[nodiscard]] std::vector<Card> cards_on(KeyValueStore& store, const std::string& topic,
-                                         const Roster& roster, int host, Deadline deadline);
+// That of `host`, for those who have the whole one. Throws what the store does.
+[[nodiscard]] HostRoster roster_of_host(KeyValueStore& store, const std::string& topic,
+                                        const Roster& roster, int host, Deadline deadline);
 
 // How the ranks of several hosts reach each other.
 struct NetworkRoster {

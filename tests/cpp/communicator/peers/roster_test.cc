@@ -32,6 +32,7 @@ std::vector<Introduction> introductions_of(int size, int hosts) {
     each.card.host_identity =
         join("boot:8b8a1e0e-3f5f-4d3e-9a60-5d7d3a0f8f11 net:[4026531840] ", host);
     each.card.host_name = join("node-", host);
+    each.card.machine = each.card.host_identity;
     each.card.pid = 100'000 + rank * 37;
     each.card.pid_namespace = "pid:[4026531836]";
     each.card.page_number = std::hash<std::string>()(each.card.address);
@@ -62,7 +63,8 @@ TEST(RosterTest, OnOneHostItHasAllCards) {
   EXPECT_EQ(roster.token, introductions[0].token);
   EXPECT_EQ(roster.secret_folder, introductions[0].secret_folder);
   EXPECT_FALSE(roster.placement.spans_hosts());
-  const std::vector<Card> cards = cards_on(store, kTopic, roster, 0, Deadline::in(seconds(0)));
+  const std::vector<Card> cards =
+      roster_of_host(store, kTopic, roster, 0, Deadline::in(seconds(0))).cards;
   ASSERT_EQ(cards.size(), introductions.size());
   for (std::size_t rank = 0; rank < cards.size(); ++rank) {
     EXPECT_EQ(cards[rank].to_text(), introductions[rank].card.to_text());
@@ -77,7 +79,7 @@ TEST(RosterTest, EachHostReadsTheCardsOfItsRanks) {
   ASSERT_EQ(roster.placement.size(), 7);
   ASSERT_EQ(roster.placement.hosts(), 3);
   ASSERT_EQ(roster.ranks.size(), introductions.size());
-  EXPECT_TRUE(roster.cards.empty());
+  EXPECT_TRUE(roster.host.cards.empty());
   for (int rank = 0; rank < 7; ++rank) {
     const Card& card = introductions[static_cast<std::size_t>(rank)].card;
     const Acquaintance& known = roster.ranks[static_cast<std::size_t>(rank)];
@@ -86,11 +88,56 @@ TEST(RosterTest, EachHostReadsTheCardsOfItsRanks) {
     EXPECT_EQ(known.page_number, card.page_number);
     const int host = roster.placement.host_of(rank);
     EXPECT_EQ(host, rank % 3);
-    const std::vector<Card> cards = cards_on(store, kTopic, roster, host, Deadline::in(seconds(0)));
+    const std::vector<Card> cards =
+        roster_of_host(store, kTopic, roster, host, Deadline::in(seconds(0))).cards;
     ASSERT_EQ(cards.size(), roster.placement.ranks_on(host).size());
     EXPECT_EQ(cards[static_cast<std::size_t>(roster.placement.index_on_host(rank))].to_text(),
               card.to_text());
   }
+}
+
+// Of three hosts, as each of them reads it; `change` says what is unlike introductions_of().
+std::vector<bool> rooms(const std::function<void(int host, Card& card)>& change) {
+  MemoryStore store;
+  std::vector<Introduction> introductions = introductions_of(6, 3);
+  for (int rank = 0; rank < 6; ++rank) {
+    change(rank % 3, introductions[static_cast<std::size_t>(rank)].card);
+  }
+  const Roster roster = Roster::from_text(hand_out(store, kTopic, introductions).to_text());
+  std::vector<bool> has_room;
+  for (int host = 0; host < 3; ++host) {
+    has_room.push_back(roster_of_host(store, kTopic, roster, host, Deadline::in(seconds(0)))
+                           .has_core_for_every_rank);
+  }
+  return has_room;
+}
+
+TEST(RosterTest, RanksOfOneMachineShareItsCoresWhateverHostTheyAreOn) {
+  const std::vector<int> four{0, 1, 2, 3};
+  EXPECT_EQ(rooms([](int, Card&) {}), std::vector<bool>(3, true));
+  // Each host has enough for its two. Only where two of them are one machine, that has not.
+  EXPECT_EQ(rooms([&](int, Card& card) { card.processors = {0, 1}; }), std::vector<bool>(3, true));
+  const auto shared = [&](const std::vector<int>& processors) {
+    return rooms([&](int host, Card& card) {
+      card.processors = processors;
+      card.machine = host == 1 ? "another" : "the same";
+    });
+  };
+  EXPECT_EQ(shared({0, 1}), std::vector<bool>({false, true, false}));
+  EXPECT_EQ(shared(four), std::vector<bool>(3, true));
+  // Each container has a quota of its own.
+  EXPECT_EQ(rooms([&](int host, Card& card) {
+              card.processors = four;
+              card.machine = host == 1 ? "another" : "the same";
+              card.processor_quota = host == 0 ? 1.0 : 2.0;
+            }),
+            std::vector<bool>({false, true, true}));
+  // Where the kernel does not tell.
+  EXPECT_EQ(rooms([&](int, Card& card) {
+              card.processors = {0, 1};
+              card.machine = "";
+            }),
+            std::vector<bool>(3, true));
 }
 
 TEST(RosterTest, AnEntryTakesTensOfBytes) {
