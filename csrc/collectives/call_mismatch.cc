@@ -143,13 +143,7 @@ void check_way(const Group& group, const Call& call, int peer) {
         !is_read || (group.heap().has(detail.input, span) && group.heap().has(detail.output, span));
   }
   if (!makes_sense) {
-    throw Error(ErrorKind::kError,
-                join("What rank ", peer, " has posted of collective #", group.sequence(),
-                     " of its group makes no sense (", call_text(post), ", flags ",
-                     static_cast<int>(post.flags),
-                     "): its shared memory has been damaged. Look for writes out of bounds in "
-                     "that process."),
-                Blame{.ranks = {peer}, .cause = "its shared memory is damaged"});
+    throw_damaged(group, peer);
   }
 }
 
@@ -171,6 +165,17 @@ const Blocks* posted_blocks(const Call& call, int rank) {
 }
 
 }  // namespace
+
+void throw_damaged(const Group& group, int peer) {
+  const Post& post = group.post(peer);
+  throw Error(
+      ErrorKind::kError,
+      join("What rank ", peer, " has posted of collective #", group.sequence(),
+           " of its group makes no sense (", call_text(post), ", flags ",
+           static_cast<int>(post.flags),
+           "): its shared memory has been damaged. Look for writes out of bounds in that process."),
+      Blame{.ranks = {peer}, .cause = "its shared memory is damaged"});
+}
 
 void describe_call(Group& group, const Call& call, std::uint8_t flags) {
   if (call.op == ReduceOp::kPremulSum) {

@@ -25,4 +25,7 @@ void describe_call(Group& group, const Call& call, std::uint8_t flags = 0);
 // Precondition: they are posted.
 void check_agreement(const Group& group, const Call& call, int first, int last);
 
+// What `peer` has posted is no call, nor where its data lies.
+[[noreturn]] void throw_damaged(const Group& group, int peer);
+
 }  // namespace pydist

@@ -36,11 +36,12 @@ inline constexpr std::size_t kTransitSlots = 4;
 // that a small operation costs one line a rank. Written before `sequence` is, read after.
 struct alignas(128) Post {
   enum Flag : std::uint8_t {
-    kInline = 1,     // the data is in the post, see data()
-    kEager = 2,      // the data is in the transit slot of the operation's first round
-    kRagged = 4,     // block_counts is filled in
-    kSymmetric = 8,  // detail.input and detail.output lie in the symmetric heap
-    kBehind = 16,    // with kInline: the data is in `lines`, not in `first_line`
+    kInline = 1,       // the data is in the post, see data()
+    kEager = 2,        // the data is in the transit slot of the operation's first round
+    kRagged = 4,       // block_counts is filled in
+    kSymmetric = 8,    // detail.input and detail.output lie in the symmetric heap
+    kBehind = 16,      // with kInline: the data is in `lines`, not in `first_line`
+    kOnHostHeap = 32,  // as kSymmetric, where each host has a heap of its own
   };
 
   Counter sequence;  // of the operation, counted from 1

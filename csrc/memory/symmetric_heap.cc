@@ -181,7 +181,8 @@ void SymmetricHeap::give_up(const Placement& placement) noexcept {
   const std::size_t own = static_cast<std::size_t>(rank_) * extent.part_bytes;
   const std::size_t begin = round_up(own + range.begin, page_bytes());
   const std::size_t end = (own + range.begin + range.bytes) / page_bytes() * page_bytes();
-  if (begin < end) {
+  // Memory that was there before stays.
+  if (placement.needs_memory != 0 && begin < end) {
     extent.segment.discard(begin, end - begin);
   }
   if (placement.extent_bytes != 0) {

@@ -1,9 +1,10 @@
-// The symmetric heap of a group: memory of every local rank that every other one can address, so
-// that collectives on it copy nothing in or out.
+// The symmetric heap of the ranks that a group has on one host: memory of each of them that every
+// other one can address, so that collectives on it copy nothing in or out. Ranks are numbered here
+// as they are on the host: the first has number 0.
 //
 // The heap is one shared file, which the ranks have from the beginning, and grows by extents. An
 // extent is a range of the file with an equal part for each rank; a block lies at the same offset
-// of every part. Rank 0 of the group decides where a block goes (choose_place) and the group's
+// of every part. Rank 0 decides where a block goes (choose_place) and the group's
 // agreement protocol tells the others (the communicator runs it); rank 0 alone knows what is free.
 // Each rank reserves its own part, so the memory lies on its own NUMA node and its own cgroup pays
 // for it. A rank frees its part of a block by itself; rank 0 reuses the block once every rank has.

@@ -93,7 +93,7 @@ RankProgram::RankProgram(const std::string& name, Function function) {
 }
 
 std::optional<int> play_rank_process(int argc, char** argv) {
-  if (argc != 7 || std::string(argv[1]) != kFlag) {
+  if (argc != 8 || std::string(argv[1]) != kFlag) {
     return std::nullopt;
   }
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
@@ -101,6 +101,9 @@ std::optional<int> play_rank_process(int argc, char** argv) {
   const std::string program = argv[2];
   RankOfTest self{std::atoi(argv[3]), std::atoi(argv[4]), std::make_shared<FolderStore>(argv[5]),
                   nullptr, nullptr};
+  if (*argv[7] != '\0') {
+    self.host_id = argv[7];
+  }
   std::string outcome = "ended";
   try {
     self.communicator = join_group(self, "world");
@@ -115,7 +118,8 @@ std::optional<int> play_rank_process(int argc, char** argv) {
   return ::testing::Test::HasFailure() ? 1 : 0;
 }
 
-RankProcesses::RankProcesses(const std::string& program, int size, const std::string& argument) {
+RankProcesses::RankProcesses(const std::string& program, int size, const std::string& argument,
+                             const HostsOfRanks& hosts) {
   std::string name = (fs::temp_directory_path() / "pydist-test-XXXXXX").string();
   if (::mkdtemp(name.data()) == nullptr) {
     throw system_error("mkdtemp", errno);
@@ -123,8 +127,10 @@ RankProcesses::RankProcesses(const std::string& program, int size, const std::st
   folder_ = name;
   store_ = std::make_shared<FolderStore>(folder_);
   for (int rank = 0; rank < size; ++rank) {
-    std::vector<std::string> words{"pydist_tests", kFlag,   program, join(rank),
-                                   join(size),     folder_, argument};
+    const std::string host =
+        hosts.empty() ? "" : join("host ", hosts.at(static_cast<std::size_t>(rank)));
+    std::vector<std::string> words{"pydist_tests", kFlag,   program,  join(rank),
+                                   join(size),     folder_, argument, host};
     std::vector<char*> arguments;
     for (std::string& word : words) {
       arguments.push_back(word.data());

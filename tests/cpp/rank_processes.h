@@ -42,7 +42,9 @@ struct RankOutcome {
 // The processes of one test. Used by its thread alone.
 class RankProcesses {
  public:
-  RankProcesses(const std::string& program, int size, const std::string& argument = "");
+  // `hosts`: as for run_ranks().
+  RankProcesses(const std::string& program, int size, const std::string& argument = "",
+                const HostsOfRanks& hosts = {});
   RankProcesses(const RankProcesses&) = delete;
   RankProcesses& operator=(const RankProcesses&) = delete;
   ~RankProcesses();  // kills whatever still runs

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <numeric>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -27,6 +28,7 @@ std::string name_of_ranks_and_road(const ::testing::TestParamInfo<RanksAndRoad>&
 
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
                Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts) {
+  const bool has_hosts_of_several = std::set<int>(hosts.begin(), hosts.end()).size() < hosts.size();
   std::vector<PreparedCase> prepared;
   for (const Case& what : cases) {
     // Small ones are sent to all ranks, each of which combines them.
@@ -38,7 +40,7 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
     const bool is_small =
         size == 1 || bytes <= one_shot_limit(what.kind, size, round_up(chunk_bytes, page_bytes()));
     const bool goes_by_ring = algorithm == AlgorithmChoice::kRing && ring_supports(what.kind);
-    const bool goes_by_hosts = !hosts.empty() && !goes_by_ring && !is_small;
+    const bool goes_by_hosts = has_hosts_of_several && !goes_by_ring && !is_small;
     prepared.push_back(
         prepare(what, size, order_of(algorithm), goes_by_hosts ? hosts : HostsOfRanks()));
   }

@@ -7,6 +7,8 @@
 
 #include "collectives/between_hosts/host_sums.h"
 #include "collectives/between_hosts/segments.h"
+#include "collectives/call_mismatch.h"
+#include "collectives/heap_access.h"
 #include "collectives/slices.h"
 
 namespace pydist {
@@ -41,6 +43,32 @@ class Pieces {
   const Slices whole_;
 };
 
+// The buffers of a rank of this host, where this rank reaches them.
+struct OnHeap {
+  const std::byte* input;
+  std::byte* output;
+};
+
+// Those of all ranks of this host, in their order, if all of them are in its symmetric heap.
+std::vector<OnHeap> buffers_on_heap(const Collective& run, const Placement& placement) {
+  const Group& group = run.group();
+  const std::size_t bytes = run.bytes(run.call().count);
+  std::vector<OnHeap> buffers;
+  for (const int rank : placement.ranks_on(placement.host_of(run.me()))) {
+    if ((group.post(rank).flags & Post::kOnHostHeap) == 0) {
+      return {};
+    }
+    const PostDetail& places = group.detail(rank);
+    if (!group.heap().has(places.input, bytes) || !group.heap().has(places.output, bytes)) {
+      throw_damaged(group, rank);
+    }
+    const int index = placement.index_on_host(rank);
+    buffers.push_back(
+        {group.heap().address(index, places.input), group.heap().address(index, places.output)});
+  }
+  return buffers;
+}
+
 // What one rank knows of the call and its place in it.
 struct Lanes {
   Lanes(Collective& the_run, Channels& the_channels, const Placement& the_placement)
@@ -56,7 +84,8 @@ struct Lanes {
         host_sums(the_run, the_placement),
         own_sums(the_channels.window() + 1),
         input(the_run.call().inputs[0].data),
-        output(the_run.call().outputs[0].data) {
+        output(the_run.call().outputs[0].data),
+        heap(buffers_on_heap(the_run, the_placement)) {
     for (std::vector<std::byte>& sum : own_sums) {
       sum.resize(drives ? run.slot_bytes(elements) : 0);
     }
@@ -97,6 +126,17 @@ struct Lanes {
   [[nodiscard]] std::vector<std::byte>& own_sum(std::size_t step) {
     return own_sums[step % own_sums.size()];
   }
+  // Puts a part of the result, as it has travelled, where it belongs: here, or on the whole host.
+  void take_result(const Block& part, const std::byte* travelled) const {
+    if (heap.empty()) {
+      run.take(part.data, travelled, part.count);
+      return;
+    }
+    const HeapWriting writing(run.group());
+    for (const OnHeap& each : heap) {
+      run.take(each.output + (part.data - output), travelled, part.count);
+    }
+  }
 
   Collective& run;
   Channels& channels;
@@ -110,6 +150,7 @@ struct Lanes {
   std::vector<std::vector<std::byte>> own_sums;  // of this host for its own piece, by step
   std::byte* const input;
   std::byte* const output;
+  const std::vector<OnHeap> heap;  // of the ranks of this host, in their order; or none
 };
 
 // Station 1.
@@ -134,13 +175,14 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
   if (bytes == 0) {
     co_return;
   }
-  std::vector<const std::byte*> bundles;
-  for (const int rank : ranks) {
-    if (rank != run.me()) {
-      co_await lanes.channels.from(rank).until_received();
-      bundles.push_back(received(lanes.channels.from(rank), bytes));
-    } else {
-      bundles.push_back(nullptr);
+  // What ranks have given, of all hosts' parts side by side; of those whose inputs are read where
+  // they lie, null.
+  std::vector<const std::byte*> bundles(ranks.size());
+  for (std::size_t index = 0; index < ranks.size() && lanes.heap.empty(); ++index) {
+    if (ranks[index] != run.me()) {
+      ReceiveChannel& channel = lanes.channels.from(ranks[index]);
+      co_await channel.until_received();
+      bundles[index] = received(channel, bytes);
     }
   }
   std::size_t offset = 0;
@@ -158,17 +200,24 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
     }
     std::vector<const void*> sources(ranks.size());
     for (std::size_t index = 0; index < ranks.size(); ++index) {
-      sources[index] = bundles[index] == nullptr ? own.data : bundles[index] + offset;
+      if (!lanes.heap.empty()) {
+        sources[index] = lanes.heap[index].input + (own.data - lanes.input);
+      } else {
+        sources[index] = bundles[index] == nullptr ? own.data : bundles[index] + offset;
+      }
     }
     lanes.host_sums.combine_ranks(sources, sum, own.count);
+    if (!lanes.heap.empty()) {
+      require_right_reads(run.group());
+    }
     if (channel != nullptr) {
       channel->send(run.slot_bytes(own.count));
     }
     offset += run.bytes(own.count);
   }
-  for (const int rank : ranks) {
-    if (rank != run.me()) {
-      lanes.channels.from(rank).release();
+  for (std::size_t index = 0; index < ranks.size(); ++index) {
+    if (bundles[index] != nullptr) {
+      lanes.channels.from(ranks[index]).release();
     }
   }
 }
@@ -192,6 +241,12 @@ Task send_results(Lanes& lanes, std::size_t step) {
     }
   }
   lanes.host_sums.combine_hosts(sums, lanes.own_sum(step).data(), result.data, result.count);
+  if (!lanes.heap.empty()) {
+    const HeapWriting writing(run.group());
+    for (const OnHeap& each : lanes.heap) {
+      run.copy(each.output + (result.data - lanes.output), result.data, result.count);
+    }
+  }
   for (int host = 0; host < lanes.placement.hosts(); ++host) {
     if (host == lanes.host) {
       continue;
@@ -217,9 +272,12 @@ Task spread_on_host(Lanes& lanes, std::size_t step) {
     if (host != lanes.host && result.count != 0) {
       ReceiveChannel& channel = lanes.channels.from(lanes.driver(host, lanes.mine));
       co_await channel.until_received();
-      run.take(result.data, received(channel, run.slot_bytes(result.count)), result.count);
+      lanes.take_result(result, received(channel, run.slot_bytes(result.count)));
       channel.release();
     }
+  }
+  if (!lanes.heap.empty()) {
+    co_return;
   }
   const std::size_t bytes = run.bytes(lanes.bundle(lanes.mine, step));
   for (const int rank : lanes.placement.ranks_on(lanes.host)) {
@@ -273,7 +331,7 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
     return step >= begins && step - begins < steps;
   };
   for (std::size_t step = 0; step < steps + taken_at; ++step) {
-    if (is_due(step, 0)) {
+    if (lanes.heap.empty() && is_due(step, 0)) {
       co_await give_to_host(lanes, step);
     }
     if (lanes.drives && is_due(step, sums_at)) {
@@ -285,7 +343,7 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
     if (lanes.drives && is_due(step, spread_at)) {
       co_await spread_on_host(lanes, step - spread_at);
     }
-    if (is_due(step, taken_at)) {
+    if (lanes.heap.empty() && is_due(step, taken_at)) {
       co_await take_from_host(lanes, step - taken_at);
     }
   }
@@ -294,6 +352,15 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
       co_await channels.to(lanes.driver(host, lanes.mine)).until_written();
     }
   }
+  Group& group = run.group();
+  if (!lanes.heap.empty()) {
+    group.publish(&RankControl::consumed, group.round());
+    for (int lane = 0; lane < lanes.pieces.lanes(); ++lane) {
+      co_await group.done_by(&RankControl::consumed, lanes.driver(lanes.host, lane), group.round());
+    }
+    throw_failure(group);
+  }
+  group.advance_rounds(1);
 }
 
 }  // namespace pydist

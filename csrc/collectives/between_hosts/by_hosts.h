@@ -14,6 +14,9 @@
 //   4  whoever drives a lane takes the results of its other pieces, and gives all to its host
 //   5  every rank takes them
 //
+// Where all ranks of a host have their buffers in its symmetric heap, 1 and 5 fall away there: who
+// drives a lane reads what it reduces where it lies, and puts the results where they belong.
+//
 // A host's sum is rounded to the type that travels (the buffers' own, or the call's wire type), and
 // so is the result. The order depends on the ranks' hosts alone, so results are equal on all ranks
 // and from run to run. (Horovod's hierarchical all_reduce and NCCL's "collnet" trees do alike.)

@@ -1,50 +1,15 @@
 #include "collectives/shared_memory/on_symmetric_heap.h"
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <optional>
 #include <vector>
 
+#include "collectives/heap_access.h"
 #include "collectives/slices.h"
 #include "collectives/streaming_hint.h"
 
 namespace pydist {
-namespace {
-
-void throw_failure(const Group& group) {
-  if (group.segment().failure().is_set()) {
-    std::rethrow_exception(group.segment().failure().error());
-  }
-}
-
-// Says for as long as it exists that this rank writes into the symmetric memory of others. Throws
-// the group's failure: a rank that fails relies on it that nobody begins to write any more. The two
-// sequentially consistent pairs, this rank's word and the failure's, make that sure: either this
-// rank sees the failure, or whoever has set it sees the word.
-class HeapWriting {
- public:
-  explicit HeapWriting(const Group& group)
-      : word_(group.segment().control(group.rank()).writes_heap) {
-    word_.store(1);
-    try {
-      throw_failure(group);
-    } catch (...) {
-      word_.store(0, std::memory_order_release);
-      throw;
-    }
-  }
-  HeapWriting(const HeapWriting&) = delete;
-  HeapWriting& operator=(const HeapWriting&) = delete;
-  ~HeapWriting() { word_.store(0, std::memory_order_release); }
-
- private:
-  std::atomic<std::uint32_t>& word_;
-};
-
-}  // namespace
-
 Task run_on_symmetric_heap(Collective& run) {
   Group& group = run.group();
   const Call& call = run.call();
@@ -97,11 +62,7 @@ Task run_on_symmetric_heap(Collective& run) {
       break;
   }
   writing.reset();
-  // A rank that has raised has its memory to itself again, and may write there what is no input. It
-  // sets the failure before it raises: as long as that is not set, what was read is right. The
-  // fence keeps the reads before this look at it.
-  std::atomic_thread_fence(std::memory_order_acquire);
-  throw_failure(group);
+  require_right_reads(group);
   group.publish(&RankControl::consumed, round);
   // Peers write into this rank's buffers, or read them, until they are done.
   if (call.kind != OpKind::kBroadcast || run.is_root()) {

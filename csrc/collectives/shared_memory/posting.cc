@@ -9,8 +9,8 @@ namespace pydist {
 // time, and each look takes it away from this core. So the stores to it come last and close
 // together, or the line travels several times.
 void fill_post(Group& group, const Call& call, std::uint8_t offer) {
-  if ((offer & Post::kSymmetric) != 0) {
-    const PostDetail places = symmetric_detail(group, call);
+  if ((offer & (Post::kSymmetric | Post::kOnHostHeap)) != 0) {
+    const PostDetail places = places_on_heap(group, call);
     group.my_detail().input = places.input;
     group.my_detail().output = places.output;
   }

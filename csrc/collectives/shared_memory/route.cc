@@ -59,18 +59,19 @@ std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept {
   if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
     return flags;
   }
-  return bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes())
-             ? std::uint8_t{Post::kEager}
-             : std::uint8_t{0};
+  if (bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes())) {
+    return Post::kEager;
+  }
+  if (call.kind != OpKind::kAllReduce) {
+    return 0;
+  }
+  const PostDetail places = places_on_heap(group, call);
+  return places.input != 0 && places.output != 0 ? std::uint8_t{Post::kOnHostHeap}
+                                                 : std::uint8_t{0};
 }
 
-PostDetail symmetric_detail(const Group& group, const Call& call) noexcept {
+PostDetail places_on_heap(const Group& group, const Call& call) noexcept {
   PostDetail detail;
-  if (call.wire_dtype != call.dtype) {
-    // Nothing travels between buffers that everybody sees, so nothing would be rounded; but where
-    // a buffer lies must not decide about a result.
-    return detail;
-  }
   switch (call.kind) {
     case OpKind::kAllReduce:
       detail.input = reference(group, call.inputs);
@@ -119,9 +120,13 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   if (may_be_eager && bytes <= kEagerBytes) {
     return Post::kEager;
   }
-  const PostDetail detail = symmetric_detail(group, call);
-  if (detail.input != 0 && detail.output != 0) {
-    return Post::kSymmetric;
+  // Nothing travels between buffers that everybody sees, so nothing would be rounded on the way;
+  // but where a buffer lies must not decide about a result.
+  if (call.wire_dtype == call.dtype) {
+    const PostDetail places = places_on_heap(group, call);
+    if (places.input != 0 && places.output != 0) {
+      return Post::kSymmetric;
+    }
   }
   return may_be_eager ? std::uint8_t{Post::kEager} : std::uint8_t{0};
 }

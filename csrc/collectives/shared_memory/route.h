@@ -23,13 +23,13 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
 [[nodiscard]] Blocks contributed_blocks(const Group& group, const Call& call) noexcept;
 
 // Where peers find this rank's buffers in the symmetric heap; both 0 unless all of the buffers that
-// the kind can use there do lie in it, and where elements travel in a type of their own.
-[[nodiscard]] PostDetail symmetric_detail(const Group& group, const Call& call) noexcept;
+// the kind can use there do lie in it.
+[[nodiscard]] PostDetail places_on_heap(const Group& group, const Call& call) noexcept;
 
 // Which flag this rank posts: inline, eager, symmetric, or none of them for the pipeline.
 [[nodiscard]] std::uint8_t offered_route(const Group& group, const Call& call) noexcept;
 
-// The same in a group that spans hosts, whose ranks see no memory of each other.
+// The same in a group that spans hosts: inline, eager, on the heap of the host, or none of them.
 [[nodiscard]] std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept;
 
 // The most bytes of contributed_blocks() that a rank puts into one slot, ahead of its post.

@@ -1,6 +1,5 @@
 #include "communicator/native/heap_allocation.h"
 
-#include <algorithm>
 #include <array>
 #include <cstring>
 #include <exception>
@@ -11,17 +10,22 @@
 #include "collectives/call.h"
 #include "collectives/call_mismatch.h"
 #include "health/text_field.h"
-#include "memory/memory_room.h"
 
 namespace pydist {
 namespace {
 
-// What rank 0 posts: where the block goes, or that there is no place.
+// What the lowest rank of a host posts: where the block goes, or that there is no place.
 struct Decision {
-  SymmetricHeap::Placement placement;
+  SymmetricHeap::Placement place;
   std::uint64_t is_refused = 0;
 };
 static_assert(sizeof(Decision) <= kInlineBytes);
+
+Decision decision_of(const Group& group, int rank) {
+  Decision its;
+  std::memcpy(&its, group.post(rank).lines.data(), sizeof its);
+  return its;
+}
 
 Call allocation_call(std::size_t count) {
   return {OpKind::kAllocate, DType::kUInt8, DType::kUInt8, ReduceOp::kSum, /*root=*/0,
@@ -69,55 +73,54 @@ void attempt(std::string& error, const Step& step) {
 
 }  // namespace
 
-Task allocate_on_heap(Group& group, SymmetricHeap& heap, std::size_t bytes,
+Task allocate_on_heap(Group& group, SymmetricHeap& heap, const Placement& ranks, std::size_t bytes,
                       HeapAllocation& result) {
-  Decision decision;
-  if (group.rank() == 0) {
-    attempt(result.error, [&] { decision.placement = heap.choose_place(bytes); });
-    decision.is_refused = result.error.empty() ? 0 : 1;
+  const int leader = ranks.leader_of(ranks.host_of(group.rank()));
+  Decision mine;
+  if (group.rank() == leader) {
+    attempt(result.error, [&] { mine.place = heap.choose_place(bytes); });
+    mine.is_refused = result.error.empty() ? 0 : 1;
   }
   const Call call = allocation_call(bytes);
   co_await group.may_post();
   describe_call(group, call);
-  std::memcpy(group.my_post().lines.data(), &decision, sizeof decision);
+  std::memcpy(group.my_post().lines.data(), &mine, sizeof mine);
   group.publish_post();
   co_await group.posted_by_all();
   group.note_all_posted();
   check_agreement(group, call, 0, group.size());
-  std::memcpy(&decision, group.post(0).lines.data(), sizeof decision);
+  bool is_refused = false;
+  bool needs_memory = false;
+  for (int host = 0; host < ranks.hosts(); ++host) {
+    const Decision its = decision_of(group, ranks.leader_of(host));
+    is_refused = is_refused || its.is_refused != 0;
+    needs_memory = needs_memory || its.place.needs_memory != 0;
+  }
+  const Decision decision = decision_of(group, leader);
   group.complete();
 
-  if (decision.is_refused != 0) {
+  const SymmetricHeap::Placement& place = decision.place;
+  if (is_refused) {
     group.begin();
     co_await share_error(group, result);
-    co_return;
-  }
-  const SymmetricHeap::Placement& placement = decision.placement;
-  if (placement.needs_memory != 0) {
-    attempt(result.error, [&] { heap.map(placement); });
+  } else if (needs_memory) {
+    // Also on a host that has it, for the others.
+    const bool needs_it_here = place.needs_memory != 0;
+    attempt(result.error, [&] { needs_it_here ? heap.map(place) : void(); });
     group.begin();
     co_await share_error(group, result);
     if (result.error.empty()) {
-      attempt(result.error, [&] { heap.reserve(placement); });
+      attempt(result.error, [&] { needs_it_here ? heap.reserve(place) : void(); });
       group.begin();
       co_await share_error(group, result);
     }
-    if (!result.error.empty()) {
-      heap.give_up(placement);
-      co_return;
-    }
   }
-  result.placement = placement;
-  result.data = heap.take(placement);
-}
-
-Task allocate_apart(Group& group, std::size_t bytes, HeapAllocation& result) {
-  attempt(result.error, [&] {
-    check_memory_room(bytes, "memory for collectives");
-    result.own = SharedSegment::create("memory", std::max<std::size_t>(bytes, 1));
-    result.own.reserve(0, result.own.bytes(), "memory for collectives");
-  });
-  co_await share_error(group, result);
+  if (result.error.empty()) {
+    result.placement = place;
+    result.data = heap.take(place);
+  } else if (decision.is_refused == 0) {
+    heap.give_up(place);
+  }
 }
 
 }  // namespace pydist

@@ -1,9 +1,9 @@
 // Allocating on the symmetric heap: how the ranks of a group agree on a block.
 //
-// Rank 0 decides where the block goes and posts it. Where that takes memory, all agree first that
-// every rank has room for its part, and then that every rank has reserved it. Either every rank
-// gets the block, or every rank gets the error of the lowest rank that failed, and the group stays
-// sound.
+// Each host has a heap of its own. The lowest rank on it decides where the block goes and posts it.
+// Where that takes memory, all agree first that every rank has room for its part, and then that
+// every rank has reserved it. Either every rank gets the block, or every rank gets the error of the
+// lowest rank that failed, and the group stays sound.
 //
 // Nobody asks anybody for anything here but through posts, so the wait for a rank that was stopped
 // or has died ends like that of any other collective.
@@ -16,24 +16,21 @@
 #include "collectives/group.h"
 #include "collectives/task.h"
 #include "memory/symmetric_heap.h"
+#include "topology/placement.h"
 
 namespace pydist {
 
 struct HeapAllocation {
   SymmetricHeap::Placement placement;
   std::byte* data = nullptr;
-  SharedSegment own;     // of allocate_apart()
   std::string error;     // empty: it worked
   int failed_rank = -1;  // whose error it is
 };
 
-// The collective. Group::begin() has numbered it; it numbers two more where memory is reserved. The
-// references outlive the task.
-[[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap, std::size_t bytes,
+// The collective. Group::begin() has numbered it; it numbers two more where memory is reserved on a
+// host. The references outlive the task.
+[[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap,
+                                    const pydist::Placement& ranks, std::size_t bytes,
                                     HeapAllocation& result);
-
-// The same where the ranks share no heap, since they are on several hosts: each gets memory of its
-// own, or all get the error. Group::begin() has numbered it.
-[[nodiscard]] Task allocate_apart(Group& group, std::size_t bytes, HeapAllocation& result);
 
 }  // namespace pydist

@@ -49,21 +49,6 @@ class HeapMemory final : public Memory {
   const std::size_t bytes_;
 };
 
-// Where hosts share no memory: of this rank alone.
-class OwnMemory final : public Memory {
- public:
-  OwnMemory(SharedSegment segment, std::size_t bytes)
-      : segment_(std::move(segment)), bytes_(bytes) {}
-
-  [[nodiscard]] void* data() const noexcept override { return segment_.data(); }
-  [[nodiscard]] std::size_t bytes() const noexcept override { return bytes_; }
-  [[nodiscard]] bool is_symmetric() const noexcept override { return false; }
-
- private:
-  const SharedSegment segment_;
-  const std::size_t bytes_;
-};
-
 // The group does not keep what its meeting alone needs; check_hope refers to objects of the caller.
 NativeOptions after_meeting(NativeOptions options) {
   options.check_hope = nullptr;
@@ -85,9 +70,12 @@ class NativeCommunicator final : public Communicator,
         endpoint_use_(std::move(membership.endpoint_use)),
         secret_(std::move(membership.secret)),
         timeout_ms_(options_.environment.timeout.count()),
-        heap_(std::make_shared<SymmetricHeap>(rank, size, std::move(membership.heap_file),
-                                              std::move(membership.memory_limits))),
         remote_(membership.remote),
+        ranks_(remote_ ? remote_->placement() : Placement(size)),
+        heap_(std::make_shared<SymmetricHeap>(
+            ranks_.index_on_host(rank),
+            static_cast<int>(ranks_.ranks_on(ranks_.host_of(rank)).size()),
+            std::move(membership.heap_file), std::move(membership.memory_limits))),
         health_(std::make_shared<GroupHealth>(options_.name, rank, endpoint_,
                                               membership.group_segment, membership.peers,
                                               options_.long_wait, remote_)) {
@@ -129,7 +117,7 @@ class NativeCommunicator final : public Communicator,
     can.backend = "native";
     can.devices = {Device{}};
     can.spans_hosts = remote_ != nullptr;
-    can.symmetric_memory = !can.spans_hosts;
+    can.symmetric_memory = true;
     can.any_source = true;
     can.ragged = true;
     can.wire_dtypes.assign(kWireDTypes.begin(), kWireDTypes.end());
@@ -193,29 +181,25 @@ class NativeCommunicator final : public Communicator,
     const Deadline deadline = deadline_of(operation);
     const CollectiveQueue::MakeTask make_task = [&](const Operation& /*operation*/,
                                                     bool /*is_posted*/) {
-      return remote_ ? allocate_apart(engine_->group, bytes, result)
-                     : allocate_on_heap(engine_->group, *heap_, bytes, result);
+      return allocate_on_heap(engine_->group, *heap_, ranks_, bytes, result);
     };
     collectives_->run_with(make_task, std::move(operation), deadline);
     if (!result.error.empty()) {
       throw TransportError(result.error, health_->blame(result.failed_rank, result.error));
-    }
-    if (remote_) {
-      return std::make_shared<OwnMemory>(std::move(result.own), bytes);
     }
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
 
   void trim() override {
     run(Operation());  // a barrier
-    if (rank_ == 0 && !remote_) {
+    if (ranks_.index_on_host(rank_) == 0) {
       heap_->trim();
     }
   }
 
   [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
                                                             std::size_t bytes) const override {
-    const HeapReference reference = heap_->find(data, bytes);
+    const HeapReference reference = remote_ ? 0 : heap_->find(data, bytes);
     std::vector<std::byte*> addresses;
     for (int rank = 0; reference != 0 && rank < size_; ++rank) {
       addresses.push_back(heap_->address(rank, reference));
@@ -436,8 +420,9 @@ class NativeCommunicator final : public Communicator,
   const std::shared_ptr<const JobSecret> secret_;  // of the groups that are split off
   std::atomic<std::int64_t> timeout_ms_;
   std::atomic<bool> is_closed_{false};
-  const std::shared_ptr<SymmetricHeap> heap_;
   const std::shared_ptr<RemoteRanks> remote_;  // null on one host
+  const Placement ranks_;
+  const std::shared_ptr<SymmetricHeap> heap_;  // of this host
   const std::shared_ptr<GroupHealth> health_;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<CollectiveQueue> collectives_;

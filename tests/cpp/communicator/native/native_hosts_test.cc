@@ -39,8 +39,9 @@ std::string name_of_split(const ::testing::TestParamInfo<Split>& info) {
 
 class NativeHosts : public ::testing::TestWithParam<Split> {
  protected:
-  void run(const std::vector<Case>& cases, std::size_t chunk_bytes) const {
-    run_cases(cases, GetParam().size(), GetParam().algorithm, Placement::kMixed, chunk_bytes,
+  void run(const std::vector<Case>& cases, std::size_t chunk_bytes,
+           Placement placement = Placement::kMixed) const {
+    run_cases(cases, GetParam().size(), GetParam().algorithm, placement, chunk_bytes,
               GetParam().hosts);
   }
 };
@@ -100,6 +101,33 @@ TEST_P(NativeHosts, TakesRaggedBlocks) {
     }
   }
   run(cases, kSmallChunkBytes);
+}
+
+// Where all ranks of a host have their buffers there, and (in the tests above) where some have.
+TEST_P(NativeHosts, ReducesOnTheHeapsOfItsHosts) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 5 << 20;
+  for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+    for (int op = 0; op < kReduceOpCount; ++op) {
+      if (is_supported(static_cast<ReduceOp>(op), static_cast<DType>(dtype))) {
+        ++seed;
+        cases.push_back(any_case(OpKind::kAllReduce, static_cast<DType>(dtype),
+                                 static_cast<ReduceOp>(op), GetParam().size(),
+                                 20'000 + mix(seed) % 5'000, seed));
+      }
+    }
+  }
+  for (const std::size_t count : {1'000'003, 1'000'003}) {
+    cases.push_back(any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, GetParam().size(),
+                             count, ++seed));
+    cases.back().is_in_place = !cases[cases.size() - 2].is_in_place;
+  }
+  for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
+    cases.push_back(any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kMean,
+                             GetParam().size(), 70'001, ++seed));
+    cases.back().wire_dtype = wire;
+  }
+  run(cases, kSmallChunkBytes, Placement::kHeap);
 }
 
 INSTANTIATE_TEST_SUITE_P(Splits, NativeHosts,
@@ -273,12 +301,13 @@ TEST(NativeHostsTest, ALateRankIsNamedAcrossHosts) {
   }
 }
 
-TEST(NativeHostsTest, MemoryOfSeveralHostsIsEachRanksOwn) {
+TEST(NativeHostsTest, SymmetricMemoryIsThatOfAHost) {
   run_ranks(3,
             [](RankOfTest& self) {
-              EXPECT_FALSE(self.communicator->capabilities().symmetric_memory);
+              EXPECT_TRUE(self.communicator->capabilities().symmetric_memory);
               const MemoryPtr memory = self.communicator->allocate(1 << 20, Device{});
-              EXPECT_FALSE(memory->is_symmetric());
+              EXPECT_TRUE(memory->is_symmetric());
+              // Not all ranks can be reached.
               EXPECT_TRUE(self.communicator->symmetric_addresses(memory->data(), 8).empty());
               auto* values = static_cast<float*>(memory->data());
               std::fill_n(values, 1 << 18, static_cast<float>(self.rank));

@@ -91,8 +91,16 @@ TEST(NativeMemoryTest, GrowsAndStaysInPlace) {
   });
 }
 
-TEST(NativeMemoryTest, RandomLifetimes) {
-  run_ranks(3, [](RankOfTest& self) {
+// On several hosts each has a heap of its own, in which other memory is free.
+class NativeMemoryOnHosts : public ::testing::TestWithParam<HostsOfRanks> {
+ protected:
+  void run(const RankFunction& function) const {
+    run_ranks(static_cast<int>(GetParam().size()), function, test_environment(), GetParam());
+  }
+};
+
+TEST_P(NativeMemoryOnHosts, RandomLifetimes) {
+  run([](RankOfTest& self) {
     Communicator& group = *self.communicator;
     std::vector<MemoryPtr> blocks(12);
     std::uint64_t chance = 5;  // the same on every rank
@@ -111,6 +119,33 @@ TEST(NativeMemoryTest, RandomLifetimes) {
     }
   });
 }
+
+// A host from which memory was taken back needs it anew, and others do not, or have other blocks
+// free: rank 0 keeps what all others have freed.
+TEST_P(NativeMemoryOnHosts, HostsThatNeedMemoryAndHostsThatHaveItAgree) {
+  run([](RankOfTest& self) {
+    Communicator& group = *self.communicator;
+    for (int turn = 0; turn < 3; ++turn) {
+      MemoryPtr first = group.allocate(3'000'000, kHost);
+      const MemoryPtr kept = self.rank == 0 ? first : nullptr;
+      first.reset();
+      group.trim();
+      const MemoryPtr second = group.allocate(2'000'000, kHost);
+      const MemoryPtr third = group.allocate(500'000, kHost);
+      expect_usable(group, second);
+      expect_usable(group, third);
+      const ErrorDescription error =
+          error_of([&] { static_cast<void>(group.allocate(std::size_t{1} << 50, kHost)); });
+      EXPECT_EQ(error.kind, ErrorKind::kTransport) << error.message;
+      EXPECT_EQ(group.failure(), nullptr);
+      expect_usable(group, second);
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Hosts, NativeMemoryOnHosts,
+                         ::testing::Values(HostsOfRanks{}, HostsOfRanks{0, 1, 1},
+                                           HostsOfRanks{0, 1, 0, 1, 2}));
 
 TEST(NativeMemoryTest, ZeroBytes) {
   run_ranks(2, [](RankOfTest& self) {

@@ -16,6 +16,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -299,8 +300,12 @@ TEST(NativeRetriesTest, ARankWithoutAddressSpaceIsHeardOf) {
   if (kSlowdown != 1) {
     GTEST_SKIP() << "sanitizers need address space of their own";
   }
-  for (const auto& [size, culprit] : {std::pair(2, 0), std::pair(2, 1), std::pair(3, 2)}) {
-    RankProcesses ranks("without address space", size, join(culprit));
+  const HostsOfRanks one_host;
+  const HostsOfRanks two_hosts{0, 1, 1};
+  for (const auto& [size, culprit, hosts] :
+       {std::tuple(2, 0, one_host), std::tuple(2, 1, one_host), std::tuple(3, 2, one_host),
+        std::tuple(3, 0, two_hosts), std::tuple(3, 1, two_hosts), std::tuple(3, 2, two_hosts)}) {
+    RankProcesses ranks("without address space", size, join(culprit), hosts);
     for (int rank = 0; rank < size; ++rank) {
       const RankOutcome outcome = ranks.wait(rank);
       EXPECT_TRUE(outcome.has_ended_by_itself);
