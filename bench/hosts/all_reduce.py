@@ -79,14 +79,17 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
             hosts.shape(args.rate)
         ranks = stack.enter_context(RanksOn(hosts, args.ranks, rank_environment(hosts)))
         backend = ranks.run(reduce_turns.join, timeout=args.timeout)[0]
-        console.print(f"pydist on {backend}, ranks on the hosts: {args.ranks}", highlight=False)
+        memory = "symmetric memory" if args.symmetric else "ordinary tensors"
+        console.print(
+            f"pydist on {backend}, {memory}, ranks on the hosts: {args.ranks}", highlight=False
+        )
         mpi = None
         if installation is not None:
             mpi = stack.enter_context(mpi_on_hosts.open_mpi(installation, hosts, args.ranks))
         for turn in range(args.turns):
             print(f"turn {turn + 1} of {args.turns}", file=sys.stderr)
             for size, row in rows.items():
-                call = (reduce_turns.measure, size, args.seconds)
+                call = (reduce_turns.measure, size, args.seconds, args.symmetric)
                 times = ranks.run(*call, timeout=args.timeout)[0]
                 row.pydist_s += times.subject_s
                 row.gloo_s += times.reference_s
@@ -120,6 +123,7 @@ def report(args: argparse.Namespace, rows: dict[int, Row]) -> dict[str, Any]:
         "machine": machine.describe().to_dict(),
         "network": network_of(args),
         "ranks_per_host": args.ranks,
+        "symmetric": args.symmetric,
         "sizes": {
             size: {
                 **asdict(row),
@@ -154,6 +158,11 @@ def main() -> None:
     add("--timeout", type=float, default=300, help="s, of a size in a turn, and of Open MPI's")
     add("--peers", type=Path, default=ROOT / "build" / "peers", help="that install.py filled")
     add("--no-mpi", action="store_true", help="without Open MPI")
+    add(
+        "--symmetric",
+        action="store_true",
+        help="pydist's tensor in symmetric memory, as gradients are",
+    )
     add_arguments(parser)
     args = parser.parse_args()
     if args.turns < 1:

@@ -26,26 +26,37 @@ def join() -> str:
     return backend
 
 
-def measure(size_bytes: int, budget_s: float) -> Times:
-    """Times of pydist and of gloo, once both are known to be right. Every rank calls it."""
-    _check(size_bytes)
-    return take_turns(_pair, (size_bytes,), budget_s)
+def measure(size_bytes: int, budget_s: float, is_symmetric: bool = False) -> Times:
+    """Times of pydist and of gloo, once both are known to be right. Every rank calls it.
+
+    Args:
+        size_bytes: Of the tensor, float32.
+        budget_s: Seconds.
+        is_symmetric: Whether pydist's tensor is in symmetric memory; gloo's never is.
+    """
+    _check(_zeros(size_bytes, is_symmetric))
+    return take_turns(_pair, (size_bytes, is_symmetric), budget_s)
 
 
-def _pair(size_bytes: int) -> Pair:
-    tensor = torch.zeros(size_bytes // 4)
+def _zeros(size_bytes: int, is_symmetric: bool) -> torch.Tensor:
+    shape = size_bytes // 4
+    return pydist.symmetric_empty(shape).zero_() if is_symmetric else torch.zeros(shape)
+
+
+def _pair(size_bytes: int, is_symmetric: bool) -> Pair:
     return Pair(
-        partial(pydist.all_reduce, tensor),
-        partial(dist.all_reduce, tensor, group=_gloo[0]),
+        partial(pydist.all_reduce, _zeros(size_bytes, is_symmetric)),
+        partial(dist.all_reduce, torch.zeros(size_bytes // 4), group=_gloo[0]),
         "gloo",
     )
 
 
-def _check(size_bytes: int) -> None:
+def _check(tensor: torch.Tensor) -> None:
     """Small integers, which every order of summation adds up exactly."""
     ranks = pydist.world_size()
-    ones = torch.arange(size_bytes // 4).remainder_(7).add_(1).to(torch.float32)
-    tensor = ones * (pydist.rank() + 1)
+    size_bytes = tensor.nbytes
+    ones = torch.arange(tensor.numel()).remainder_(7).add_(1).to(torch.float32)
+    tensor.copy_(ones * (pydist.rank() + 1))
     pydist.all_reduce(tensor)
     wrong = int((tensor != ones * (ranks * (ranks + 1) // 2)).sum())
     if wrong:
