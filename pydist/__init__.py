@@ -5,7 +5,7 @@ from pydist._load import __version__  # isort: skip
 
 import os as _os
 
-from pydist import checkpoint, metrics, testing
+from pydist import checkpoint, metrics, nn, testing
 from pydist._native import Communicator, Work
 from pydist.checkpoint import load, save
 from pydist.collectives import (
@@ -116,6 +116,7 @@ __all__ = [
     "local_world_size",
     "metrics",
     "new_group",
+    "nn",
     "plan",
     "prepare",
     "rank",

@@ -128,7 +128,7 @@ def test_the_readme_lists_the_layers_in_their_order(folder: str, layers: tuple[s
 
 def test_the_reference_holds_every_public_name() -> None:
     reference = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))
-    modules = {"backends", "checkpoint", "metrics", "testing", "__version__"}
+    modules = {"backends", "checkpoint", "metrics", "nn", "testing", "__version__"}
     documented = re.findall(
         r"^\.\. auto(?:function|class|exception):: (?:pydist\.)?(\w+)$", reference, re.M
     )

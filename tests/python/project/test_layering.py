@@ -51,6 +51,7 @@ PYTHON_LAYERS = (
     "metrics",
     "evaluation",
     "parallel",
+    "nn",
     "sharding",
     "checkpoint",
     "planning",

@@ -60,6 +60,7 @@ NAMES = (
     "local_world_size",
     "metrics",
     "new_group",
+    "nn",
     "plan",
     "prepare",
     "rank",
