@@ -1,4 +1,4 @@
-"""Collectives with a gradient.
+"""Collectives with a gradient, and losses over the outputs of all ranks.
 
 What holds for all of them:
 
@@ -11,7 +11,7 @@ What holds for all of them:
   divides by the number of ranks. So what remains is the gradient of the mean of their losses: of
   the loss itself, where all ranks compute the same. There is no factor to remember.
 - They leave their input as it is, take any strides, and return new memory.
-- They can be differentiated again, but for `send` and `recv`, which say so.
+- They can be differentiated again, but for `send`, `recv` and `contrastive_loss`, which say so.
 - `torch.compile` leaves them out: it cuts the graph before and after, and compiles the rest. With
   `fullgraph=True` it refuses, because what they return depends on other ranks.
 - `group` is as in `pydist.all_reduce`; each operation may take as long as the group's time-out.
@@ -23,6 +23,8 @@ collectives.
 """
 
 from pydist.nn.blocks import all_gather, all_to_all, broadcast, gather, scatter
+from pydist.nn.contrastive import contrastive_loss
+from pydist.nn.gathered_outputs import whole_batch
 from pydist.nn.messages import recv, send
 from pydist.nn.reductions import all_reduce, reduce_scatter
 
@@ -31,9 +33,11 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "contrastive_loss",
     "gather",
     "recv",
     "reduce_scatter",
     "scatter",
     "send",
+    "whole_batch",
 ]

@@ -37,6 +37,7 @@ def all_gather(tensor: Tensor, *, group: Group | None = None) -> Tensor:
 
     Every rank of the group calls it, and runs its backward if any rank's tensor requires a
     gradient. The gradient of a rank's rows is the sum of what all ranks' losses say about them.
+    Where all ranks compute the same loss of the rows, `whole_batch` gets it without that sum.
 
     Args:
         tensor: this rank's rows, (n, ...), with any strides; n may differ between ranks and be 0,

@@ -855,6 +855,12 @@ class DataParallel(TorchIdioms, StandsForModule):
         """
         self._sentinel.raise_found()
 
+    @property
+    def weight_of_backward(self) -> float | None:
+        """What a backward that begins now counts for, by `weighted()`; None outside of that."""
+        reducer = self._working_reducer
+        return None if reducer is None else reducer.weight
+
     # -- which wrapper trains a parameter
 
     @property
@@ -992,6 +998,11 @@ class DataParallel(TorchIdioms, StandsForModule):
             copied.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         note_wrapper(copied)
         return copied
+
+
+def is_joining() -> bool:
+    """Whether a wrapper is in `join()`, so that ranks without batches run no forward."""
+    return _joining is not None
 
 
 def _warn_of_unknown(local: RankLocal) -> None:

@@ -28,7 +28,7 @@ MODULES += ["parallel.large_batch", "parallel.sync_batch_norm"]
 MODULES += ["metrics.means", "metrics.classification", "metrics.ragged", "metrics.rows"]
 MODULES += ["evaluation.evaluate", "sampling.order", "sampling.audit", "sampling.sampler"]
 MODULES += ["sampling.batch_sampler", "sampling.loader"]
-MODULES += ["nn.blocks", "nn.reductions", "nn.messages"]
+MODULES += ["nn.blocks", "nn.reductions", "nn.messages", "nn.gathered_outputs", "nn.contrastive"]
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -73,6 +73,7 @@ def alone() -> None:
         *(pydist.nn.reduce_scatter(leaf, op) for op in ("sum", "mean", "max", "min", "prod")),
         *(call(leaf) for call in (pydist.nn.all_gather, pydist.nn.all_to_all)),
         *(call(leaf) for call in (pydist.nn.gather, pydist.nn.scatter, pydist.nn.broadcast)),
+        pydist.nn.whole_batch(leaf),
     ]
     for each in made:
         torch.testing.assert_close(each, leaf)
