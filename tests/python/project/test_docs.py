@@ -87,7 +87,7 @@ def test_the_life_of_a_gradient_names_functions_that_are_there() -> None:
 
 
 def test_the_picture_names_the_functions_of_its_page() -> None:
-    svg = LIFE.with_suffix(".svg").read_text()
+    svg = (DOCS / "pictures" / "life-of-a-gradient.svg").read_text()
     code = html.unescape(" ".join(re.findall(r'<text class="code"[^>]*>([^<]+)<', svg)))
     names = set(re.findall(r"\b[a-z]\w*(?= |,|$)", code))
     # Operations, and torch's and the hook's own functions.
