@@ -134,4 +134,4 @@ def test_takes_little_memory(run: Runner) -> None:
     for ours, theirs in run(memory):
         # Two blocks, and tensors that have no more elements than the inputs.
         assert 2 <= ours < 2.5
-        assert theirs > 4
+        assert theirs > 4 * 3 - 1  # of them as many as in one process

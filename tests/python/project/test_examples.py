@@ -122,3 +122,46 @@ def test_digits_resume_amid_an_epoch_on_another_number_of_processes(
     result = learn_digits(tmp_path, 3, *checkpoint)  # three do not divide the batch
     assert len(result["losses"]) == 22
     assert result["losses"] == near(digits_alone["losses"], 22)
+
+
+def train_clip(folder: Path, processes: int, *arguments: str) -> dict[str, Any]:
+    output = folder / "clip.json"
+    run_example("clip.py", processes, "--output", str(output), *arguments)
+    result: dict[str, Any] = json.loads(output.read_text())
+    return result
+
+
+# Neither two nor four divide it evenly.
+PAIRS = ("--batch", "31", "--steps", "12")
+
+
+@pytest.fixture(scope="module")
+def clip_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    losses: list[float] = train_clip(tmp_path_factory.mktemp("clip"), 1, *PAIRS, "--plain")[
+        "losses"
+    ]
+    assert len(losses) == 12
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("processes", "arguments"),
+    [
+        (1, ()),
+        (2, ()),
+        (4, ()),
+        (4, ("--plain",)),
+        pytest.param(2, ("--plain",), marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_clip_trains_the_same_on_any_number_of_processes(
+    clip_alone: list[float], tmp_path: Path, processes: int, arguments: tuple[str, ...]
+) -> None:
+    assert train_clip(tmp_path, processes, *PAIRS, *arguments)["losses"] == near(clip_alone, 12)
+
+
+def test_clip_names_what_it_sees(tmp_path: Path) -> None:
+    result = train_clip(tmp_path, 2, "--steps", "120")
+    assert result["losses"][-1] < 1
+    assert result["accuracy"] > 0.8
