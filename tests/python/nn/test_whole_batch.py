@@ -112,6 +112,46 @@ def test_without_a_check(run: Runner) -> None:
     run(train_on_whole_batch, "contrastive", {"check": False})
 
 
+def backward_alone() -> None:
+    """Without the check a backward talks to nobody: one rank may run it."""
+    rank, size = joined()
+    rows = batch(rank, ROWS[rank], 4).requires_grad_()
+    loss = pydist.nn.whole_batch(rows, check=False).sin().sum()
+    if rank == 0:
+        loss.backward()
+        torch.testing.assert_close(rows.grad, size * rows.detach().cos())
+
+
+def test_a_backward_without_a_check_talks_to_nobody(run: Runner) -> None:
+    run(backward_alone)
+
+
+def train_two_wrappers(lean: bool) -> None:
+    """Each tower is a model of its own, with an output for the one loss."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    references = [nn.Linear(4, 5, dtype=torch.float64) for _ in range(2)]
+    models = [pydist.DataParallel(copy.deepcopy(each)) for each in references]
+    one = torch.tensor(1.0, dtype=torch.float64)
+    for step in range(2):
+        inputs = [batch(each, ROWS[each], 4, step=step) for each in range(size)]
+        for each in (*models, *references):
+            each.zero_grad()
+        outputs = [model(inputs[rank]) for model in models]
+        if lean:
+            pydist.nn.contrastive_loss(outputs[0], outputs[1]).backward()
+        else:
+            contrastive(*pydist.nn.whole_batch(outputs), one).backward()
+        contrastive(*(each(torch.cat(inputs)) for each in references), one).backward()
+        for model, reference in zip(models, references, strict=True):
+            assert_like_reference(model, reference, 1e-10)
+
+
+@pytest.mark.parametrize("lean", [False, True])
+def test_two_wrapped_models_have_one_loss(run: Runner, lean: bool) -> None:
+    run(train_two_wrappers, lean)
+
+
 def on_hosts(loss: str) -> None:
     """Four ranks on two hosts: each host has a loss, and their mean is what is trained on."""
     rank, _ = joined()
