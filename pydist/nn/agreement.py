@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -101,7 +101,7 @@ def agree(
         ranks = [mine]
     else:
         label = f"pydist.nn.{call}"
-        told = exchange(communicator, json.dumps(asdict(mine)).encode(), label)
+        told = exchange(communicator, json.dumps(vars(mine)).encode(), label)
         ranks = [_read(text) for text in told]
     _refuse_problems(communicator, ranks)
     _refuse_different([told.call for told in ranks], "ranks call different functions")

@@ -237,7 +237,7 @@ def differences(name: str) -> None:
         mine = pydist.nn.all_reduce(x, "mean")[rank]
         return pydist.nn.all_gather(CHAINS[name](mine))
 
-    x = torch.stack([batch(each, size, 2) for each in range(size)]).requires_grad_()
+    x = torch.stack([batch(each, size) for each in range(size)]).requires_grad_()
     assert torch.autograd.gradcheck(whole, (x,))
     assert torch.autograd.gradgradcheck(whole, (x,))
 

@@ -126,6 +126,35 @@ def test_a_backward_without_a_check_talks_to_nobody(run: Runner) -> None:
     run(backward_alone)
 
 
+def sixteen_bits() -> None:
+    rank, size = joined()
+    rows = batch(rank, 3, 4, dtype=torch.bfloat16).t().requires_grad_()  # not contiguous
+    pull = torch.arange(4.0 * size).to(torch.bfloat16)[:, None]
+    (pydist.nn.whole_batch(rows) * pull).sum().backward()
+    own = pull.split(4)[rank].expand(4, 3) * size
+    torch.testing.assert_close(rows.grad, own)
+
+
+def test_rows_of_sixteen_bits(run: Runner) -> None:
+    run(sixteen_bits)
+
+
+def train_by_torchs_wrapper() -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    reference = Towers()
+    model = nn.parallel.DistributedDataParallel(copy.deepcopy(reference))
+    inputs = [batch(each, ROWS[each], 4) for each in range(size)]
+    gathered_loss(model(inputs[rank]), "contrastive").backward()
+    outputs = reference(torch.cat(inputs))
+    contrastive(*outputs["rows"], outputs["scale"]).backward()
+    assert_like_reference(model, reference, 1e-10)
+
+
+def test_through_torchs_wrapper(run: Runner) -> None:
+    run(train_by_torchs_wrapper)
+
+
 def train_two_wrappers(lean: bool) -> None:
     """Each tower is a model of its own, with an output for the one loss."""
     rank, size = joined()
