@@ -33,9 +33,9 @@ from torch import Tensor
 from pydist._torch import runs_uncompiled_throughout
 from pydist.job.arguments import a_type
 from pydist.nn.agreement import agree, anchor, problem_of, require_same_rows
-from pydist.nn.backward_word import refuse_join, tell
+from pydist.nn.backward_agreement import refuse_join, tell
+from pydist.nn.differentiable_once import differentiable_once
 from pydist.nn.linear_maps import AllGather, AllReduce, ReduceScatter
-from pydist.nn.once import differentiable_once
 from pydist.nn.scope import Scope, ranks_of
 
 if TYPE_CHECKING:

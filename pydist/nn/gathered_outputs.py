@@ -6,9 +6,9 @@ ranks' losses] in linear_maps.py. Where all of them compute the same loss, they 
 the sum is what this rank's own loss says times the number of ranks, and nothing has to travel. And
 `pydist.DataParallel` divides by that number again.
 
-Where ranks compute different losses, each the part of its own rows say, that shortcut is wrong,
-and nothing would tell: the model trains on a part of its gradient. So the ranks compare digests of
-their gradients, two numbers each, before they take it.
+Where ranks compute different losses, such as those of their own rows, that shortcut is wrong, and
+nobody would notice: the model would train on a part of its gradient. So the ranks compare digests
+of their gradients, two numbers each, before they take it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydist._torch import runs_uncompiled_throughout, tree_leaves, tree_map_only
 from pydist.errors import Mismatch
 from pydist.job.arguments import flag
 from pydist.nn.agreement import agree, anchor, any_requires_grad, require_same_rows
-from pydist.nn.backward_word import refuse_join, tell
+from pydist.nn.backward_agreement import refuse_join, tell
 from pydist.nn.linear_maps import AllGather, apply
 from pydist.nn.scope import Scope, ranks_of
 
@@ -100,13 +100,9 @@ def whole_batch(outputs: T, *, group: Scope = "world", check: bool = True) -> T:
     flag("check", check)
     refuse_join("whole_batch")
     communicator = ranks_of(group)
-    problem = (
-        ""
-        if any(isinstance(each, Tensor) for each in tree_leaves(outputs))
-        else ("outputs holds no tensor; give what the model returned, tensors of rows.")
-    )
-    if problem:
-        # The others are told as well, in place of the first tensor.
+    if not any(isinstance(each, Tensor) for each in tree_leaves(outputs)):
+        # The others are told as well, where they come with their first tensor.
+        problem = "outputs holds no tensor; give what the model returned, tensors of rows."
         agree(communicator, "whole_batch", None, problem=problem)
     gathered: T = tree_map_only(
         Tensor, lambda tensor: _gathered(communicator, tensor, bool(check)), outputs
@@ -115,11 +111,9 @@ def whole_batch(outputs: T, *, group: Scope = "world", check: bool = True) -> T:
 
 
 def _gathered(communicator: Communicator, tensor: Tensor, check: bool) -> Tensor:
-    problem = (
-        ""
-        if tensor.dim()
-        else ("a tensor has no dimension; it must have rows, one for each sample of this rank.")
-    )
+    problem = ""
+    if tensor.dim() == 0:
+        problem = "a tensor has no dimension; it must have rows, one for each sample of this rank."
     agreement = agree(
         communicator, "whole_batch", [tensor], details=f"check={check}", problem=problem
     )

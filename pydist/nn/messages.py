@@ -16,7 +16,7 @@ from pydist.errors import InvalidUsage
 from pydist.job import groups
 from pydist.job.groups import Group
 from pydist.nn.agreement import anchor, dtype_named, problem_of, problem_of_root
-from pydist.nn.once import differentiable_once
+from pydist.nn.differentiable_once import differentiable_once
 
 if TYPE_CHECKING:
     from pydist._native import Communicator

@@ -139,6 +139,58 @@ def test_rows_of_sixteen_bits(run: Runner) -> None:
     run(sixteen_bits)
 
 
+def reduce_own_parts() -> None:
+    """Each rank has the loss of its own rows against all; their sum makes one loss of them."""
+    rank, size = joined()
+    torch.manual_seed(0)
+    reference = Towers()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+    inputs = [batch(each, ROWS[each], 4) for each in range(size)]
+    outputs = model(inputs[rank])
+    first, second = outputs["rows"]
+    everyone = pydist.nn.all_gather(second)
+    own = torch.arange(len(first)) + sum(ROWS[:rank])
+    similarities = outputs["scale"] * first @ everyone.t()
+    parts = F.cross_entropy(similarities, own, reduction="none")
+    loss = pydist.nn.all_reduce(parts.sum()) / len(everyone)
+    loss.backward()
+    outputs = reference(torch.cat(inputs))
+    first, second = outputs["rows"]
+    similarities = outputs["scale"] * first @ second.t()
+    expected = F.cross_entropy(similarities, torch.arange(len(first)))
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-11)
+    assert_like_reference(model, reference, 1e-10)
+
+
+def test_a_loss_put_together_from_own_rows(run: Runner) -> None:
+    run(reduce_own_parts)
+
+
+def step_on_shards(stage: int) -> None:
+    rank, size = joined()
+    torch.manual_seed(0)
+    reference = Towers()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+    ours = pydist.ShardedOptimizer(model, torch.optim.Adam, lr=0.1, stage=stage)
+    theirs = torch.optim.Adam(reference.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = [batch(each, ROWS[each], 4, step=step) for each in range(size)]
+        ours.zero_grad()
+        theirs.zero_grad()
+        gathered_loss(model(inputs[rank]), "contrastive").backward()
+        outputs = reference(torch.cat(inputs))
+        contrastive(*outputs["rows"], outputs["scale"]).backward()
+        ours.step()
+        theirs.step()
+    assert_like_reference(model, reference, 1e-8, gradients=False)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_with_a_sharded_optimizer(run: Runner, stage: int) -> None:
+    run(step_on_shards, stage)
+
+
 def train_by_torchs_wrapper() -> None:
     rank, size = joined()
     torch.manual_seed(0)
