@@ -725,7 +725,7 @@ def symmetric_empty(
     device: torch.device | str = "cpu",
     group: Group | None = None,
 ) -> Tensor:
-    """A tensor in shared memory, at the same place on every rank: collectives on it copy nothing.
+    """A tensor that all ranks of a host reach: collectives on it copy nothing inside the host.
 
     Every rank of the group calls it, with the same size, in the same order as its other
     collectives. The memory is used again once every rank has let its tensor go. On a backend
