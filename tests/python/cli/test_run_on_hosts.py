@@ -53,16 +53,17 @@ total = torch.tensor([float(pydist.rank() + 1)])
 pydist.all_reduce(total)
 sys.stdout.write(f"sum {float(total)}\\n")  # at once: ranks of one host share the pipe
 """
-# Rank 1 fails if it is asked to; all others wait for what does not come.
+# Rank 1 fails if it is asked to; all others wait for what does not come. Lines are written at once,
+# as above.
 WAITS = """
 import os, signal, sys, time
 
 def told(number, frame):
-    print("got", signal.Signals(number).name)
+    sys.stdout.write(f"got {signal.Signals(number).name}\\n")
     raise SystemExit(9)
 
 signal.signal(signal.SIGINT, told)
-print("pid", os.getpid(), os.getppid())
+sys.stdout.write(f"pid {os.getpid()} {os.getppid()}\\n")
 if "fails" in sys.argv and os.environ["RANK"] == "1":
     raise SystemExit(5)
 time.sleep(100)
