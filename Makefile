@@ -15,6 +15,7 @@
 #   ARGS        more arguments for train, test (pytest) and bench
 #   PART        the parts that `make test-gpu` runs                (all)
 #   REPORTS     where it puts what it finds                      (build/gpu/reports)
+#   FRAMEWORKS  the pins that `make test-frameworks` installs; it gives them itself
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,6 +29,7 @@ N ?= 2
 ARGS ?=
 PART ?=
 REPORTS ?= build/gpu/reports
+FRAMEWORKS ?= tests/frameworks/newest.txt
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -175,6 +177,20 @@ test-torch:  ## make test-all with another torch: TORCH=2.11.0
 	@[ -n "$(TORCH)" ] || { echo "Say which torch to test with: make test-torch TORCH=2.11.0" >&2; exit 1; }
 	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test-all
 
+# Each in an environment and a build folder of its own: the newest frameworks, and the oldest that are
+# supported.
+.PHONY: test-frameworks
+test-frameworks: test-frameworks-newest test-frameworks-oldest  ## pydist under training frameworks: the newest, and the oldest supported
+
+.PHONY: test-frameworks-newest test-frameworks-oldest
+test-frameworks-newest test-frameworks-oldest: test-frameworks-%:
+	$(MAKE) OUT=build/frameworks/$* VENV=build/frameworks/$*/venv \
+	  FRAMEWORKS=tests/frameworks/$*.txt run-frameworks
+
+.PHONY: run-frameworks
+run-frameworks: $(OUT)/.frameworks
+	$(PYTEST_ALONE) tests/frameworks $(ARGS)
+
 # By PYTHON itself, which has torch for CUDA: see docs/gpu.md. Nothing is downloaded.
 .PHONY: test-gpu
 test-gpu:  ## what one NVIDIA GPU can show, in parts of 9 minutes: all of them, or PART=2
@@ -294,6 +310,11 @@ $(OUT)/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 
 $(OUT)/.docs: $(OUT)/.installed
 	$(PIP) install --quiet $(PIP_FLAGS) --group docs
+	@touch $@
+
+$(OUT)/.frameworks: $(OUT)/.installed $(FRAMEWORKS)
+	@echo "installing the frameworks of $(FRAMEWORKS) into $(VENV)"
+	$(PIP) install --quiet $(PIP_FLAGS) -r $(FRAMEWORKS)
 	@touch $@
 
 # What the last build knew of GoogleTest. Written only when that is another than now, so that a build
