@@ -352,7 +352,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._sharded_parameters: dict[Tensor, tuple[int, Tensor]] = {}
         # The reducer must not keep the wrapper alive, which keeps the reducer. Nor must methods.
         itself = weakref.ref(self)
-        self._watched_methods = WatchedMethods(lambda outputs: _watch(itself, outputs))
+        self._watched_methods = WatchedMethods(lambda outputs: watch_outputs(itself, outputs))
         self._why_retired = ""
         self._working_reducer: _native.Reducer | None = None
         self._torch_buckets: TorchBuckets | None = None  # with a communication hook
@@ -485,7 +485,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             if reducer is not None and self._buffer_sync is not None and not trains:
                 during.enter_context(self._buffer_sync.during_forward_without_gradients())
             outputs = self.module(*args, **kwargs)
-        _watch(weakref.ref(self), outputs)
+        watch_outputs(weakref.ref(self), outputs)
         return outputs
 
     def _let_sentinel_look(self, *, averages: bool) -> None:
@@ -1021,7 +1021,7 @@ def _warn_of_unknown(local: RankLocal) -> None:
 
 
 @runs_uncompiled_throughout
-def _watch(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
+def watch_outputs(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
     """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
     watching = wrapper()
     if watching is None or watching.is_retired or not torch.is_grad_enabled():

@@ -1,0 +1,131 @@
+"""Trainings of both Lightning packages, which tests run on ranks and compare."""
+
+import contextlib
+import gc
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import pydist
+
+# What torchrun tells Lightning, beside what launch.py sets.
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
+
+
+class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Points with their number, so that a training can say which ones it got."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._inputs = torch.randn(length, 6, generator=generator)
+        self._targets = torch.randn(length, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tensor(index), self._inputs[index], self._targets[index]
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Leaves the job at the end, so that the next call on these ranks begins anew.
+
+    Decorates a function, whose models are gone by then: torch's wrapper needs its group to go.
+    """
+    try:
+        yield
+    finally:
+        gc.collect()
+        pydist.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def trainer_of(package: str, strategy: str, devices: int, **settings: Any) -> Any:
+    """A quiet Trainer on the CPU.
+
+    Args:
+        package: `lightning` or `pytorch_lightning`.
+        strategy: `ddp`, or one of pydist's.
+        devices: The number of ranks.
+        **settings: Of the Trainer.
+    """
+    warnings.simplefilter("ignore")
+    importlib.import_module("pydist.integrations.lightning")
+    settings = {"logger": False, "enable_checkpointing": False, **settings}
+    return tree_of(package).Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **settings,
+    )
+
+
+def tree_of(package: str) -> Any:
+    """The module that has Trainer and LightningModule."""
+    return importlib.import_module("lightning.pytorch" if package == "lightning" else package)
+
+
+def network() -> nn.Module:
+    """The same on every rank and in every process."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def regression(package: str, length: int, batch_size: int, *, shuffle: bool = False) -> Any:
+    """A LightningModule that takes down its losses, and the numbers of the samples it got."""
+
+    class Regression(tree_of(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network()
+            self.losses: list[float] = []
+            self.seen: list[list[int]] = []
+            self.seen_outside: list[int] = []
+
+        def training_step(self, batch: Any, step: int) -> Tensor:
+            numbers, inputs, targets = batch
+            loss = nn.functional.mse_loss(self.network(inputs), targets)
+            self.log("loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+            self.losses.append(loss.item())
+            self.seen.append(numbers.tolist())
+            return loss
+
+        def validation_step(self, batch: Any, step: int) -> None:
+            numbers, inputs, targets = batch
+            loss = nn.functional.mse_loss(self.network(inputs), targets)
+            self.log("val_loss", loss, sync_dist=True, batch_size=len(numbers))
+            self.seen_outside += numbers.tolist()
+
+        test_step = validation_step
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Points(length), batch_size, shuffle=shuffle)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(Points(length), batch_size)
+
+        test_dataloader = val_dataloader
+
+    return Regression()
+
+
+def plain(value: Any) -> Any:
+    """Tensors as lists: what ranks return, and what is compared to the last digit."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,201 @@
+"""Lightning's Trainer on pydist, beside its own DDP on gloo."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning_runs as runs
+import pytest
+import torch
+from launch import Ranks, run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None,
+    reason="lightning is not installed: make test-frameworks installs it",
+)
+
+LIMIT_S = 50.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, runs.TORCHRUN) as ranks:
+        yield ranks
+
+
+@runs.leaving()
+def trained(package: str, strategy: str, path: str, settings: dict[str, Any]) -> Any:
+    """Two epochs; the losses, the logged mean and what the checkpoint holds."""
+    trainer = runs.trainer_of(package, strategy, 2, max_epochs=2, **settings)
+    model = runs.regression(package, length=24, batch_size=3)
+    trainer.fit(model)
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    logged = float(trainer.callback_metrics["loss"])
+    kept = {name: runs.plain(saved[name]) for name in ("state_dict", "optimizer_states")}
+    return model.losses, logged, kept, saved["global_step"]
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "norm"},
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=["plain", "accumulation", "norm", "value", "bf16"],
+)
+def test_the_same_losses_and_checkpoint_as_ddp(
+    two: Ranks, tmp_path: Path, package: str, settings: dict[str, Any]
+) -> None:
+    ours, theirs = (
+        two.run(trained, package, strategy, str(tmp_path / strategy), settings, timeout=LIMIT_S)
+        for strategy in ("pydist", "ddp")
+    )
+    for own, their in zip(ours, theirs, strict=True):
+        assert len(own[0]) == 8
+        assert own[0] == pytest.approx(their[0], rel=1e-6)
+        assert own[1] == pytest.approx(their[1], rel=1e-6)
+        assert own[3] == their[3]
+        assert own[2].keys() == their[2].keys()
+        torch.testing.assert_close(own[2], their[2], rtol=1e-5, atol=1e-6)
+
+
+@runs.leaving()
+def validated(length: int) -> tuple[float, float, list[int]]:
+    """The mean over ranks, that of one process over all samples, and this rank's samples."""
+    trainer = runs.trainer_of("lightning", "pydist", 2)
+    model = runs.regression("lightning", length, batch_size=2)
+    (results,) = trainer.test(model, verbose=False)
+    points = [runs.Points(length)[index] for index in range(length)]
+    _, inputs, targets = (torch.stack(column) for column in zip(*points, strict=True))
+    with torch.no_grad():
+        whole = nn.functional.mse_loss(model.network(inputs), targets)
+    return results["val_loss"], float(whole), model.seen_outside
+
+
+def test_testing_counts_every_sample_once_over_uneven_shares(two: Ranks) -> None:
+    outcomes = two.run(validated, 7, timeout=LIMIT_S)
+    assert sorted(number for *_, seen in outcomes for number in seen) == list(range(7))
+    for mean, whole, _ in outcomes:
+        assert mean == pytest.approx(whole, rel=1e-6)
+
+
+@runs.leaving()
+def gan(strategy: str) -> Any:
+    """Lightning's GAN tutorial in small: two optimizers by hand, each for a part of the model."""
+    trainer = runs.trainer_of("lightning", strategy, 2, max_epochs=2)
+
+    class Gan(runs.tree_of("lightning").LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(5)
+            self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+            self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+            self.losses: list[float] = []
+
+        def judged(self, samples: Tensor, word: float) -> Tensor:
+            verdict = self.discriminator(samples)
+            return nn.functional.binary_cross_entropy_with_logits(
+                verdict, torch.full_like(verdict, word)
+            )
+
+        def training_step(self, batch: Any, step: int) -> None:
+            numbers, real, _ = batch
+            noise = torch.stack([torch.sin(numbers * k) for k in (1.0, 2.0, 3.0, 4.0)], dim=1)
+            of_generator, of_discriminator = self.optimizers()
+            self.toggle_optimizer(of_generator)
+            loss = self.judged(self.generator(noise), 1.0)
+            self.manual_backward(loss)
+            of_generator.step()
+            of_generator.zero_grad()
+            self.untoggle_optimizer(of_generator)
+            self.toggle_optimizer(of_discriminator)
+            fake = self.generator(noise).detach()
+            other = (self.judged(real, 1.0) + self.judged(fake, 0.0)) / 2
+            self.manual_backward(other)
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+            self.untoggle_optimizer(of_discriminator)
+            self.losses += [loss.item(), other.item()]
+
+        def configure_optimizers(self) -> Any:
+            return (
+                torch.optim.Adam(self.generator.parameters(), lr=0.02),
+                torch.optim.Adam(self.discriminator.parameters(), lr=0.02),
+            )
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(runs.Points(24), 3)
+
+    model = Gan()
+    trainer.fit(model)
+    return model.losses, runs.plain(model.state_dict())
+
+
+def test_the_gan_tutorial_needs_no_flag(two: Ranks) -> None:
+    ours = two.run(gan, "pydist", timeout=LIMIT_S)
+    theirs = two.run(gan, "ddp_find_unused_parameters_true", timeout=LIMIT_S)
+    for own, their in zip(ours, theirs, strict=True):
+        assert len(own[0]) == 16
+        assert own[0] == pytest.approx(their[0], rel=1e-5)
+    assert ours[0][1] == ours[1][1]
+    torch.testing.assert_close(ours[0][1], theirs[0][1], rtol=1e-4, atol=1e-5)
+
+
+@runs.leaving()
+def halted(path: str) -> Any:
+    """Trains to the end, and saves after the 5th of 9 steps: the second of the second epoch."""
+    callbacks = [_callback(path)]
+    trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=3, callbacks=callbacks)
+    model = runs.regression("lightning", length=36, batch_size=6)
+    trainer.fit(model)
+    return model.losses, model.seen
+
+
+def _callback(path: str) -> Any:
+    class SavesAmidEpoch(runs.tree_of("lightning").Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(path)
+
+    return SavesAmidEpoch()
+
+
+@runs.leaving()
+def resumed(path: str, ranks: int) -> Any:
+    trainer = runs.trainer_of("lightning", "pydist", ranks, max_epochs=3)
+    model = runs.regression("lightning", length=36, batch_size=12 // ranks)
+    trainer.fit(model, ckpt_path=path)
+    return model.losses, model.seen
+
+
+def steps_of(outcomes: list[Any]) -> list[tuple[float, list[int]]]:
+    """For each step, the mean loss and the samples of all ranks."""
+    steps = []
+    for k in range(len(outcomes[0][0])):
+        mean = sum(losses[k] for losses, _ in outcomes) / len(outcomes)
+        steps.append((mean, sorted(number for _, seen in outcomes for number in seen[k])))
+    return steps
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_ranks(
+    two: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    path = str(tmp_path / "amid.ckpt")
+    whole = steps_of(two.run(halted, path, timeout=LIMIT_S))
+    assert len(whole) == 9
+    for epoch in range(3):
+        seen = sorted(n for _, numbers in whole[3 * epoch : 3 * epoch + 3] for n in numbers)
+        assert seen == list(range(36))
+    rest = steps_of(run_ranks(resumed, ranks, path, ranks, env=runs.TORCHRUN, timeout=LIMIT_S))
+    assert [numbers for _, numbers in rest] == [numbers for _, numbers in whole[5:]]
+    assert [loss for loss, _ in rest] == pytest.approx([loss for loss, _ in whole[5:]], rel=1e-5)

@@ -1,0 +1,118 @@
+"""Lightning's Fabric on pydist, beside its own DDP on gloo."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning_runs as runs
+import pytest
+import torch
+from launch import Ranks
+from torch import nn
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None,
+    reason="lightning is not installed: make test-frameworks installs it",
+)
+
+LIMIT_S = 50.0
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, runs.TORCHRUN) as ranks:
+        yield ranks
+
+
+def fabric_of(package: str, strategy: str) -> Any:
+    importlib.import_module("pydist.integrations.lightning")
+    tree = importlib.import_module("lightning.fabric" if package == "lightning" else package)
+    fabric = tree.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
+@runs.leaving()
+def trained(package: str, strategy: str, path: str) -> Any:
+    """Eight backwards, of which every second averages, with a save and a load in between."""
+    fabric = fabric_of(package, strategy)
+    network = runs.network()
+    model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=0.05))
+    points = runs.Points(32)
+    losses = []
+    for step in range(8):
+        _, inputs, targets = points[4 * step + torch.arange(2) + 2 * fabric.global_rank]
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            fabric.backward(loss)
+        if step % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 3:
+            fabric.save(path, {"model": model, "optimizer": optimizer})
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            fabric.load(path, {"model": model, "optimizer": optimizer})
+        losses.append(loss.item())
+    return losses, runs.plain(torch.load(path, weights_only=False))
+
+
+@pytest.mark.parametrize("package", ["lightning", "lightning_fabric"])
+def test_the_same_losses_and_checkpoint_as_ddp(two: Ranks, tmp_path: Path, package: str) -> None:
+    ours, theirs = (
+        two.run(trained, package, strategy, str(tmp_path / strategy), timeout=LIMIT_S)
+        for strategy in ("pydist", "ddp")
+    )
+    for own, their in zip(ours, theirs, strict=True):
+        assert own[0] == pytest.approx(their[0], rel=1e-6)
+        torch.testing.assert_close(own[1], their[1], rtol=1e-5, atol=1e-6)
+
+
+@runs.leaving()
+def reduced() -> dict[str, Any]:
+    fabric = fabric_of("lightning", "pydist")
+    rank = fabric.global_rank
+    block = torch.tensor([1.0 + rank], requires_grad=True)
+    gathered = fabric.all_gather(block, sync_grads=True)
+    (gathered * torch.tensor([[2.0], [3.0]])).sum().backward()
+    return {
+        "mean of integers": float(fabric.all_reduce(torch.tensor(3 + rank))),
+        "sum of integers": int(fabric.all_reduce(torch.tensor(3 + rank), reduce_op="sum")),
+        "mean": float(fabric.all_reduce(torch.tensor(1.0 + rank))),
+        "max": int(fabric.all_reduce(torch.tensor(rank), reduce_op="max")),
+        "broadcast": fabric.broadcast({"rank": rank}, src=1),
+        "gathered": gathered.tolist(),
+        "gradient": block.grad.tolist() if block.grad is not None else None,
+    }
+
+
+def test_what_is_reduced_gathered_and_broadcast(two: Ranks) -> None:
+    for rank, outcome in enumerate(two.run(reduced, timeout=LIMIT_S)):
+        assert outcome == {
+            "mean of integers": 3.5,
+            "sum of integers": 7,
+            "mean": 1.5,
+            "max": 1,
+            "broadcast": {"rank": 1},
+            "gathered": [[1.0], [2.0]],
+            # Of the sum of both ranks' results.
+            "gradient": [2 * (2.0, 3.0)[rank]],
+        }
+
+
+@runs.leaving()
+def other_backend() -> None:
+    module = importlib.import_module("pydist.integrations.lightning")
+    strategy = module.LightningFabricStrategy(process_group_backend="gloo")
+    importlib.import_module("lightning.fabric").Fabric(
+        accelerator="cpu", devices=2, strategy=strategy
+    ).launch()
+
+
+def test_another_process_group_backend_is_refused(two: Ranks) -> None:
+    for outcome in two.outcomes(other_backend, timeout=LIMIT_S):
+        assert outcome.error == "InvalidUsage"
+        assert "PYDIST_BACKEND" in outcome.message
