@@ -83,18 +83,24 @@ INSTANTIATE_TEST_SUITE_P(By, NativeStoppedRankWaits, ::testing::Values("ring", "
                          [](const auto& info) { return info.param; });
 
 // Ranks gather into symmetric memory; rank 1 is stopped amid its copies into the others' memory.
-const RankProgram keeps_its_memory("keeps_its_memory", [](RankOfTest& self, const std::string&) {
+const RankProgram keeps_its_memory("keeps_its_memory", [](RankOfTest& self,
+                                                          const std::string& kind) {
   constexpr std::size_t kBytes = (std::size_t{48} << 20) / kSlowdown;
   const auto size = static_cast<std::size_t>(self.size);
   const MemoryPtr memory = self.communicator->allocate(kBytes * (size + 1), Device{});
   auto* const bytes = static_cast<std::byte*>(memory->data());
-  Operation gather;
-  gather.kind = OpKind::kAllGather;
-  gather.inputs = {{bytes, kBytes, DType::kUInt8}};
-  gather.outputs = {{bytes + kBytes, kBytes * size, DType::kUInt8}};
-  self.communicator->run(gather);
+  Operation operation;
+  operation.inputs = {{bytes, kBytes, DType::kUInt8}};
+  if (kind == "all_gather") {
+    operation.kind = OpKind::kAllGather;
+    operation.outputs = {{bytes + kBytes, kBytes * size, DType::kUInt8}};
+  } else {
+    operation.kind = OpKind::kAllReduce;
+    operation.outputs = {{bytes + kBytes, kBytes, DType::kUInt8}};
+  }
+  self.communicator->run(operation);
   const auto start = std::chrono::steady_clock::now();
-  self.communicator->run(gather);
+  self.communicator->run(operation);
   const auto whole = std::chrono::steady_clock::now() - start;
   std::memset(bytes, 10 + self.rank, kBytes);
   std::memset(bytes + kBytes, 1, kBytes * size);
@@ -103,19 +109,19 @@ const RankProgram keeps_its_memory("keeps_its_memory", [](RankOfTest& self, cons
     const std::string parts = self.store->get("parts", Deadline::in(std::chrono::seconds(30)));
     stop_soon(std::chrono::duration_cast<std::chrono::microseconds>(whole * std::stoi(parts) / 32));
   }
-  const auto gather_again = [&] {
-    self.communicator->run(with_timeout(gather, milliseconds(1000)));
+  const auto run_again = [&] {
+    self.communicator->run(with_timeout(operation, milliseconds(1000)));
   };
   if (self.rank == 1) {
     try {
-      gather_again();  // has all that it needs, if the others had written by then
+      run_again();  // has all that it needs, if the others had written by then
     } catch (const Error&) {
     }
     return;
   }
   bool has_raised = false;
   try {
-    gather_again();
+    run_again();
   } catch (const Timeout&) {
     has_raised = true;
   }
@@ -128,26 +134,38 @@ const RankProgram keeps_its_memory("keeps_its_memory", [](RankOfTest& self, cons
   std::memset(bytes, 7, kBytes * (size + 1));  // it is still memory
 });
 
-TEST(NativeStoppedRankTest, MemoryOfAFailedOperationIsTheRanksOwn) {
+// When rank 1 is stopped, in parts of 32 of the time that the operation takes. On a busy machine it
+// may have written all that it had to by then.
+void stop_rank_1(const std::string& kind, std::initializer_list<int> moments, int size,
+                 const HostsOfRanks& hosts) {
   int raised = 0;
-  // When rank 1 is stopped, in parts of 32 of the time that a gather takes. On a busy machine it
-  // may have written all that it had to by then.
-  for (const int parts : {1, 2, 4, 8}) {
-    RankProcesses ranks("keeps_its_memory", 3);
+  for (const int parts : moments) {
+    RankProcesses ranks("keeps_its_memory", size, kind, hosts);
     ranks.store().set("parts", std::to_string(parts));
-    for (const int rank : {0, 2}) {
+    for (int rank = 0; rank < size; ++rank) {
       const Deadline deadline = Deadline::in(std::chrono::seconds(30));
-      raised += ranks.store().get(join("raised/", rank), deadline) == "yes" ? 1 : 0;
+      if (rank != 1) {
+        raised += ranks.store().get(join("raised/", rank), deadline) == "yes" ? 1 : 0;
+      }
     }
     ranks.signal(1, SIGCONT);
     ranks.store().set("goes_on", "");
-    for (const int rank : {0, 1, 2}) {
+    for (int rank = 0; rank < size; ++rank) {
       const RankOutcome outcome = ranks.wait(rank);
       EXPECT_TRUE(outcome.has_ended_by_itself);
       EXPECT_FALSE(outcome.error) << outcome.error->message;
     }
   }
   EXPECT_GT(raised, 0) << "rank 1 was never stopped amid its copies";
+}
+
+TEST(NativeStoppedRankTest, MemoryOfAFailedOperationIsTheRanksOwn) {
+  stop_rank_1("all_gather", {1, 2, 4, 8}, 3, {});
+}
+
+// Rank 1 puts half of the result into the memory of rank 0, which is on its host.
+TEST(NativeStoppedRankTest, MemoryOfAFailedAllReduceByHostsIsTheRanksOwn) {
+  stop_rank_1("all_reduce", {8, 20}, 4, {0, 0, 1, 1});
 }
 
 // Rank 0 broadcasts out of symmetric memory; rank 1 is stopped amid its reading, and goes on after
