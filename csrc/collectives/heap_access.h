@@ -11,15 +11,16 @@
 
 namespace pydist {
 
+// Throws the group's failure, if there is one.
 inline void throw_failure(const Group& group) {
   if (group.segment().failure().is_set()) {
     std::rethrow_exception(group.segment().failure().error());
   }
 }
 
-// After the memory of others was read: throws unless what was read is right. A rank that has raised
-// has its memory to itself again, and may write there what is no input. It sets the failure before
-// it raises; the fence keeps the reads before the look at that.
+// After the memory of others was read: throws where the group has failed since. A rank that has
+// raised has its memory to itself again, and may write there what is no input. It sets the failure
+// before it raises; the fence keeps the reads before the look at that.
 inline void require_right_reads(const Group& group) {
   std::atomic_thread_fence(std::memory_order_acquire);
   throw_failure(group);

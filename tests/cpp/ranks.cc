@@ -126,6 +126,7 @@ CommunicatorPtr join_group(const RankOfTest& rank, const std::string& name,
 
 void run_ranks(int size, const RankFunction& function, const Environment& environment,
                const HostsOfRanks& hosts) {
+  PYDIST_CHECK(size > 0);
   const auto errors = collect_errors(size, function, environment, hosts);
   for (int rank = 0; rank < size; ++rank) {
     if (const auto& error = errors[static_cast<std::size_t>(rank)]) {

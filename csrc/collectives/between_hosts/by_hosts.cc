@@ -44,16 +44,16 @@ class Pieces {
 };
 
 // The buffers of a rank of this host, where this rank reaches them.
-struct OnHeap {
+struct HeapBuffers {
   const std::byte* input;
   std::byte* output;
 };
 
 // Those of all ranks of this host, in their order, if all of them are in its symmetric heap.
-std::vector<OnHeap> buffers_on_heap(const Collective& run, const Placement& placement) {
+std::vector<HeapBuffers> buffers_on_heap(const Collective& run, const Placement& placement) {
   const Group& group = run.group();
   const std::size_t bytes = run.bytes(run.call().count);
-  std::vector<OnHeap> buffers;
+  std::vector<HeapBuffers> buffers;
   for (const int rank : placement.ranks_on(placement.host_of(run.me()))) {
     if ((group.post(rank).flags & Post::kOnHostHeap) == 0) {
       return {};
@@ -126,16 +126,36 @@ struct Lanes {
   [[nodiscard]] std::vector<std::byte>& own_sum(std::size_t step) {
     return own_sums[step % own_sums.size()];
   }
-  // Puts a part of the result, as it has travelled, where it belongs: here, or on the whole host.
-  void take_result(const Block& part, const std::byte* travelled) const {
-    if (heap.empty()) {
-      run.take(part.data, travelled, part.count);
-      return;
+
+  // -- on the heap ----------------------------------------------------------------------------
+  // A rank of this host that has left the group, or -1. Its memory is its own again: what was read
+  // there before this look at it is right, and nothing may be written there after.
+  [[nodiscard]] int who_has_left() const {
+    for (const int rank : placement.ranks_on(host)) {
+      if (run.group().segment().control(rank).has_left.load() != 0) {
+        return rank;
+      }
     }
+    return -1;
+  }
+  // That a rank which has left goes on: so it fails as every wait for that rank does.
+  [[nodiscard]] Condition until_back(int rank) const {
+    return run.group().done_by(&RankControl::consumed, rank, run.group().round() + 1);
+  }
+  // Has `write` put a part into the output of each rank of this host, unless one has left. Returns
+  // that one, or -1.
+  template <typename Write>
+  [[nodiscard]] int write_to_all(const Block& part, const Write& write) const {
+    // First the word of HeapWriting, then the look: a rank that leaves does it the other way round.
     const HeapWriting writing(run.group());
-    for (const OnHeap& each : heap) {
-      run.take(each.output + (part.data - output), travelled, part.count);
+    const int left = who_has_left();
+    if (left >= 0) {
+      return left;
     }
+    for (const HeapBuffers& each : heap) {
+      write(each.output + (part.data - output));
+    }
+    return -1;
   }
 
   Collective& run;
@@ -150,7 +170,7 @@ struct Lanes {
   std::vector<std::vector<std::byte>> own_sums;  // of this host for its own piece, by step
   std::byte* const input;
   std::byte* const output;
-  const std::vector<OnHeap> heap;  // of the ranks of this host, in their order; or none
+  const std::vector<HeapBuffers> heap;  // of the ranks of this host, in their order; or none
 };
 
 // Station 1.
@@ -209,6 +229,9 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
     lanes.host_sums.combine_ranks(sources, sum, own.count);
     if (!lanes.heap.empty()) {
       require_right_reads(run.group());
+      if (const int left = lanes.who_has_left(); left >= 0) {
+        co_await lanes.until_back(left);
+      }
     }
     if (channel != nullptr) {
       channel->send(run.slot_bytes(own.count));
@@ -241,12 +264,6 @@ Task send_results(Lanes& lanes, std::size_t step) {
     }
   }
   lanes.host_sums.combine_hosts(sums, lanes.own_sum(step).data(), result.data, result.count);
-  if (!lanes.heap.empty()) {
-    const HeapWriting writing(run.group());
-    for (const OnHeap& each : lanes.heap) {
-      run.copy(each.output + (result.data - lanes.output), result.data, result.count);
-    }
-  }
   for (int host = 0; host < lanes.placement.hosts(); ++host) {
     if (host == lanes.host) {
       continue;
@@ -262,6 +279,13 @@ Task send_results(Lanes& lanes, std::size_t step) {
       channel.send_from(result.data, bytes);
     }
   }
+  if (!lanes.heap.empty()) {
+    const int left = lanes.write_to_all(
+        result, [&](std::byte* output) { run.copy(output, result.data, result.count); });
+    if (left >= 0) {
+      co_await lanes.until_back(left);
+    }
+  }
 }
 
 // Station 4.
@@ -272,7 +296,13 @@ Task spread_on_host(Lanes& lanes, std::size_t step) {
     if (host != lanes.host && result.count != 0) {
       ReceiveChannel& channel = lanes.channels.from(lanes.driver(host, lanes.mine));
       co_await channel.until_received();
-      lanes.take_result(result, received(channel, run.slot_bytes(result.count)));
+      const std::byte* travelled = received(channel, run.slot_bytes(result.count));
+      const auto take = [&](std::byte* target) { run.take(target, travelled, result.count); };
+      if (lanes.heap.empty()) {
+        take(result.data);
+      } else if (const int left = lanes.write_to_all(result, take); left >= 0) {
+        co_await lanes.until_back(left);
+      }
       channel.release();
     }
   }
@@ -352,13 +382,14 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
       co_await channels.to(lanes.driver(host, lanes.mine)).until_written();
     }
   }
+  // Who drives a lane has read from all ranks of its host by the end, and written to all. It counts
+  // as a round, also where another host alone has its buffers on the heap.
   Group& group = run.group();
   if (!lanes.heap.empty()) {
     group.publish(&RankControl::consumed, group.round());
     for (int lane = 0; lane < lanes.pieces.lanes(); ++lane) {
       co_await group.done_by(&RankControl::consumed, lanes.driver(lanes.host, lane), group.round());
     }
-    throw_failure(group);
   }
   group.advance_rounds(1);
 }

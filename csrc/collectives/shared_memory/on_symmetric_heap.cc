@@ -10,6 +10,7 @@
 #include "collectives/streaming_hint.h"
 
 namespace pydist {
+
 Task run_on_symmetric_heap(Collective& run) {
   Group& group = run.group();
   const Call& call = run.call();

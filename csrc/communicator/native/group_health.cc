@@ -131,8 +131,8 @@ void GroupHealth::leave() noexcept {
   if (has_left_.exchange(true)) {
     return;
   }
-  segment_.control(rank_).has_left.store(static_cast<std::uint32_t>(own_departure()),
-                                         std::memory_order_release);
+  // Sequentially consistent, as is the look at who writes into the heap that follows.
+  segment_.control(rank_).has_left.store(static_cast<std::uint32_t>(own_departure()));
   wake_everybody();
   if (remote_) {
     log_errors_of([this] {

@@ -106,11 +106,19 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, const Placement& ranks,
   } else if (needs_memory) {
     // Also on a host that has it, for the others.
     const bool needs_it_here = place.needs_memory != 0;
-    attempt(result.error, [&] { needs_it_here ? heap.map(place) : void(); });
+    attempt(result.error, [&] {
+      if (needs_it_here) {
+        heap.map(place);
+      }
+    });
     group.begin();
     co_await share_error(group, result);
     if (result.error.empty()) {
-      attempt(result.error, [&] { needs_it_here ? heap.reserve(place) : void(); });
+      attempt(result.error, [&] {
+        if (needs_it_here) {
+          heap.reserve(place);
+        }
+      });
       group.begin();
       co_await share_error(group, result);
     }

@@ -27,8 +27,8 @@ struct HeapAllocation {
   int failed_rank = -1;  // whose error it is
 };
 
-// The collective. Group::begin() has numbered it; it numbers two more where memory is reserved on a
-// host. The references outlive the task.
+// The collective. Group::begin() has numbered it; it numbers one more where there is no place or no
+// room, and two where memory is reserved. The references outlive the task.
 [[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap,
                                     const pydist::Placement& ranks, std::size_t bytes,
                                     HeapAllocation& result);

@@ -255,7 +255,9 @@ bool TcpNode::wait() {
       next.remaining(kBeat) + std::chrono::microseconds(999));
   const int count = ::epoll_wait(connections_.get(), events.data(), events.size(),
                                  static_cast<int>(longest.count()));
-  return std::any_of(events.begin(), events.begin() + std::max(0, count),
+  // Where not all could be told, it may be among the rest.
+  return count == static_cast<int>(events.size()) ||
+         std::any_of(events.begin(), events.begin() + std::max(0, count),
                      [](const epoll_event& event) { return event.data.u64 == kMeetingEvent; });
 }
 

@@ -112,10 +112,10 @@ class TcpNode {
 
   void run();
   void wake() noexcept;
-  // What an epoll tells of, besides links and talks, which it knows by their numbers.
+  // What meetings_ tells of besides talks, and connections_ besides links, by numbers of their own.
   static constexpr std::uint64_t kWakeEvent = 0;
   static constexpr std::uint64_t kListenerEvent = ~std::uint64_t{0};
-  static constexpr std::uint64_t kMeetingEvent = 0;  // of connections_
+  static constexpr std::uint64_t kMeetingEvent = 0;
 
   // Waits until something happens, while this thread serves; or at most a moment, while others do.
   // Returns whether meetings_ has something.

@@ -5,6 +5,9 @@
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 
+#include <algorithm>
+#include <chrono>
+#include <span>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -117,10 +120,10 @@ TEST_P(NativeHosts, ReducesOnTheHeapsOfItsHosts) {
       }
     }
   }
-  for (const std::size_t count : {1'000'003, 1'000'003}) {
+  for (const bool is_in_place : {false, true}) {
     cases.push_back(any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, GetParam().size(),
-                             count, ++seed));
-    cases.back().is_in_place = !cases[cases.size() - 2].is_in_place;
+                             1'000'003, ++seed));
+    cases.back().is_in_place = is_in_place;
   }
   for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
     cases.push_back(any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kMean,
@@ -299,6 +302,47 @@ TEST(NativeHostsTest, ALateRankIsNamedAcrossHosts) {
     EXPECT_EQ(error.blame.ranks, std::vector<int>{3}) << error.message;
     EXPECT_TRUE(contains(error.message, "left all_reduce #1")) << error.message;
   }
+}
+
+// Rank 2 drives no connection: rank 1 reads its input and writes its output. Once it has left, its
+// memory is its own, and nobody may go on as if it had taken part.
+TEST(NativeHostsTest, ARankThatLeavesAmidAnAllReduceOnTheHeapSpoilsNoSum) {
+  constexpr std::size_t kCount = (std::size_t{4} << 20) / kSlowdown;
+  int lost = 0;
+  for (const int pause_us : {0, 200, 1000, 3000}) {
+    const auto errors = collect_errors(
+        3,
+        [&](RankOfTest& self) {
+          const MemoryPtr memory = self.communicator->allocate(kCount * sizeof(float), Device{});
+          const std::span<float> values(static_cast<float*>(memory->data()), kCount);
+          std::fill(values.begin(), values.end(), static_cast<float>(self.rank + 1));
+          Operation operation;
+          operation.kind = OpKind::kAllReduce;
+          operation.inputs = {{values.data(), kCount, DType::kFloat32}};
+          operation.outputs = operation.inputs;
+          self.communicator->run(barrier());
+          const WorkPtr work = self.communicator->submit(operation);
+          if (self.rank == 2) {
+            std::this_thread::sleep_for(std::chrono::microseconds(pause_us));
+            self.communicator->shutdown();
+            std::fill(values.begin(), values.end(), 1000.0F);
+            std::this_thread::sleep_for(std::chrono::milliseconds(200));
+            EXPECT_EQ(std::count(values.begin(), values.end(), 1000.0F), kCount);
+            return;
+          }
+          work->wait();
+          EXPECT_EQ(std::count(values.begin(), values.end(), 6.0F), kCount);
+        },
+        test_environment(), {0, 1, 1});
+    for (const int rank : {0, 1}) {
+      if (const auto& error = errors[static_cast<std::size_t>(rank)]) {
+        ++lost;
+        EXPECT_EQ(describe(error).kind, ErrorKind::kPeerLost) << describe(error).message;
+        EXPECT_EQ(describe(error).blame.ranks, std::vector<int>{2}) << describe(error).message;
+      }
+    }
+  }
+  EXPECT_GT(lost, 0) << "rank 2 never left in the middle";
 }
 
 TEST(NativeHostsTest, SymmetricMemoryIsThatOfAHost) {

@@ -144,7 +144,7 @@ TEST_P(NativeMemoryOnHosts, HostsThatNeedMemoryAndHostsThatHaveItAgree) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Hosts, NativeMemoryOnHosts,
-                         ::testing::Values(HostsOfRanks{}, HostsOfRanks{0, 1, 1},
+                         ::testing::Values(HostsOfRanks{0, 0, 0}, HostsOfRanks{0, 1, 1},
                                            HostsOfRanks{0, 1, 0, 1, 2}));
 
 TEST(NativeMemoryTest, ZeroBytes) {
