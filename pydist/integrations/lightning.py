@@ -14,11 +14,13 @@ only what differs is written down.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import importlib
 import importlib.util
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,10 @@ import torch.utils.data as torch_data
 from torch import Tensor, nn
 
 import pydist
-from pydist.errors import InvalidUsage
+from pydist.errors import InvalidUsage, Mismatch
+from pydist.job import groups
+from pydist.job.outcome import outcomes
+from pydist.job.rank_names import culprits, who_said_what
 from pydist.parallel.wrapper import watch_outputs
 from pydist.sampling.order import sample_count
 
@@ -58,6 +63,59 @@ def _reduce(tensor: Any, group: Any, reduce_op: Any) -> Any:
     return total / dist.get_world_size(group)
 
 
+class _Logged(NamedTuple):
+    """What `self.log` gets as `sync_dist_group`, so that `reduce` knows the logged value's name."""
+
+    name: str
+    group: Any
+
+
+def _log(model: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    """The model's own `log`, which passes the name on to `reduce`."""
+    # Positions in Lightning's signature, behind the name; few pass a group, and fewer by position.
+    position = 8
+    if len(args) > position:
+        args = (*args[:position], _Logged(name, args[position]), *args[position + 1 :])
+    else:
+        kwargs["sync_dist_group"] = _Logged(name, kwargs.get("sync_dist_group"))
+    type(model).log(model, name, *args, **kwargs)
+
+
+def _reduce_logged(value: Tensor, logged: _Logged, reduce_op: str, wrapper: Any) -> Tensor:
+    """Reduces a number that all ranks have logged by the same name, in one collective.
+
+    The digest of the name travels with the number. An all_reduce of numbers alone would mix what
+    ranks have logged by different names.
+
+    Raises:
+        Mismatch: Ranks have logged different names (on every rank).
+    """
+    if not dist.is_initialized():
+        return value
+    digest = int.from_bytes(hashlib.sha256(logged.name.encode()).digest()[:8], "big", signed=True)
+    bits = value.detach().reshape(1).to(torch.float64).view(torch.int64)
+    own = torch.cat([bits.new_tensor([digest]), bits])
+    if logged.group is None and isinstance(wrapper, pydist.DataParallel):
+        communicator = wrapper._communicator
+    else:
+        communicator = groups.communicator_of(logged.group, "sync_dist_group")
+    table = own.new_empty((communicator.size, 2))
+    communicator.all_gather(own, table, label=f"self.log({logged.name!r})")
+    if any(each != digest for each in table[:, 0].tolist()):
+        everybody = outcomes(communicator, "self.log", None, {"name": logged.name})
+        names = [repr(each.facts["name"]) for each in everybody]
+        other = next(rank for rank, each in enumerate(names) if each != names[0])
+        raise Mismatch(
+            f"self.log(..., sync_dist=True) logs {who_said_what(names)}: log the same names in the "
+            "same order on all ranks, or without sync_dist what only some of them have.",
+            **culprits(communicator, [0, other], "logged different names"),
+        )
+    numbers = table[:, 1].contiguous().view(torch.float64)
+    result: Tensor = getattr(numbers, {"max": "amax", "min": "amin"}.get(reduce_op, reduce_op))()
+    is_float = value.is_floating_point()
+    return result.to(value.dtype if is_float else torch.get_default_dtype()).reshape(value.shape)
+
+
 def _wrap(module: nn.Module, device_ids: list[int] | None, arguments: dict[str, Any]) -> nn.Module:
     return pydist.DataParallel(module, device_ids=device_ids, **arguments)
 
@@ -80,12 +138,17 @@ class _TrainerMethods(_JoinsPydist):
     """Of a strategy for `Trainer`."""
 
     model: Any
+    _is_in_training_step = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # DDP's own switches averaging off at the end of a forward in which backwards have run:
         # with optimization by hand, whose training step runs inside of the wrapper's forward.
         self._forward_redirection = self._redirection_class()
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        model.log = functools.partial(_log, model)
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
@@ -101,6 +164,13 @@ class _TrainerMethods(_JoinsPydist):
         if self._ddp_comm_wrapper is not None:
             hook = self._ddp_comm_wrapper(hook)
         self.model.register_comm_hook(self._ddp_comm_state, hook)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_in_training_step = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._is_in_training_step = False
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Lets a backward average that optimization by hand runs inside of the forward."""
@@ -121,6 +191,12 @@ class _TrainerMethods(_JoinsPydist):
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(group, _Logged):
+            # A rank that logs less goes on to the backward from a training step, and from anywhere
+            # else to an operation of Lightning's, in all ranks' group. It is found at once where
+            # both are in one group.
+            wrapper = self.model if self._is_in_training_step else None
+            return _reduce_logged(tensor, group, reduce_op, wrapper)
         return _reduce(tensor, group, reduce_op)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -130,6 +206,9 @@ class _TrainerMethods(_JoinsPydist):
     def teardown(self) -> None:
         if isinstance(self.model, pydist.DataParallel):
             self.model = self.lightning_module
+        # The model goes on without pydist, and is saved and copied as it came.
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("log", None)
         super().teardown()
 
 

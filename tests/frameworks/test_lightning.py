@@ -199,3 +199,50 @@ def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_ranks(
     rest = steps_of(run_ranks(resumed, ranks, path, ranks, env=runs.TORCHRUN, timeout=LIMIT_S))
     assert [numbers for _, numbers in rest] == [numbers for _, numbers in whole[5:]]
     assert [loss for loss, _ in rest] == pytest.approx([loss for loss, _ in whole[5:]], rel=1e-5)
+
+
+@runs.leaving()
+def logged(names_of_ranks: list[list[str]], on_step: bool) -> Any:
+    """Two epochs of three steps that log the rank; the means at the end."""
+    settings = {"max_epochs": 2, "limit_val_batches": 0}
+    trainer = runs.trainer_of("lightning", "pydist", 2, **settings)
+
+    class Logs(type(runs.regression("lightning", 18, 3))):  # type: ignore[misc]
+        def training_step(self, batch: Any, step: int) -> Tensor:
+            for place, name in enumerate(names_of_ranks[self.global_rank]):
+                value = torch.tensor(float(self.global_rank + 10 * place))
+                self.log(name, value, sync_dist=True, on_step=on_step, on_epoch=not on_step)
+            return self.network(batch[1]).mean()
+
+    trainer.fit(Logs())
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("on_step", [True, False], ids=["step", "epoch"])
+def test_ranks_that_log_the_same_names_get_the_means(two: Ranks, on_step: bool) -> None:
+    names = ["loss", "accuracy"]
+    for means in two.run(logged, [names, names], on_step, timeout=LIMIT_S):
+        assert means == {"loss": 0.5, "accuracy": 10.5}
+
+
+@pytest.mark.parametrize("on_step", [True, False], ids=["step", "epoch"])
+@pytest.mark.parametrize("names", [["loss", "cat"], ["dog", "loss"]], ids=["other", "order"])
+def test_ranks_that_log_different_names_get_a_mismatch(names: list[str], on_step: bool) -> None:
+    with Ranks(2, runs.TORCHRUN) as ranks:
+        outcomes = ranks.outcomes(logged, [["loss", "dog"], names], on_step, timeout=LIMIT_S)
+    differing = "'cat'" if "cat" in names else "'loss'"
+    for outcome in outcomes:
+        assert outcome.error == "Mismatch"
+        assert "self.log" in outcome.message
+        assert "'dog'" in outcome.message
+        assert differing in outcome.message
+
+
+@pytest.mark.parametrize("on_step", [True, False], ids=["step", "epoch"])
+def test_a_rank_that_logs_fewer_names_ends_the_training(on_step: bool) -> None:
+    with Ranks(2, runs.TORCHRUN) as ranks:
+        outcomes = ranks.outcomes(logged, [["loss", "dog"], ["loss"]], on_step, timeout=LIMIT_S)
+    errors = {outcome.error for outcome in outcomes}
+    # The first to raise may leave before the other has seen why.
+    assert "Mismatch" in errors
+    assert errors <= {"Mismatch", "PeerLost"}
