@@ -246,3 +246,18 @@ def test_a_rank_that_logs_fewer_names_ends_the_training(on_step: bool) -> None:
     # The first to raise may leave before the other has seen why.
     assert "Mismatch" in errors
     assert errors <= {"Mismatch", "PeerLost"}
+
+
+@runs.leaving()
+def resumed_with(path: str, batch_size: int) -> None:
+    trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=3)
+    trainer.fit(runs.regression("lightning", 36, batch_size), ckpt_path=path)
+
+
+def test_resuming_with_another_global_batch_is_refused(two: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "amid.ckpt")
+    two.run(halted, path, timeout=LIMIT_S)
+    with Ranks(2, runs.TORCHRUN) as ranks:
+        for outcome in ranks.outcomes(resumed_with, path, 3, timeout=LIMIT_S):
+            assert outcome.error == "InvalidUsage"
+            assert "batch" in outcome.message
