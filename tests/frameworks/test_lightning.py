@@ -1,5 +1,6 @@
 """Lightning's Trainer on pydist, beside its own DDP on gloo."""
 
+import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
@@ -261,3 +262,32 @@ def test_resuming_with_another_global_batch_is_refused(two: Ranks, tmp_path: Pat
         for outcome in ranks.outcomes(resumed_with, path, 3, timeout=LIMIT_S):
             assert outcome.error == "InvalidUsage"
             assert "batch" in outcome.message
+
+
+@runs.leaving()
+def averaged(strategy: str, callback: str, arguments: dict[str, Any]) -> Any:
+    callbacks = importlib.import_module("lightning.pytorch.callbacks")
+    given = [getattr(callbacks, callback)(**arguments)]
+    trainer = runs.trainer_of("lightning", strategy, 2, max_epochs=3, callbacks=given)
+    model = runs.regression("lightning", length=24, batch_size=3)
+    trainer.fit(model)
+    return runs.plain(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("callback", "arguments"),
+    [
+        ("EMAWeightAveraging", {}),
+        ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}),
+    ],
+)
+def test_averages_of_weights_are_those_of_ddp(
+    two: Ranks, callback: str, arguments: dict[str, Any]
+) -> None:
+    if not hasattr(importlib.import_module("lightning.pytorch.callbacks"), callback):
+        pytest.skip(f"this version of Lightning has no {callback}")
+    ours, theirs = (
+        two.run(averaged, strategy, callback, arguments, timeout=LIMIT_S)
+        for strategy in ("pydist", "ddp")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
