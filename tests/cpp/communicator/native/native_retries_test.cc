@@ -296,6 +296,48 @@ const RankProgram without_address_space("without address space", [](RankOfTest& 
   expect_sum(self.communicator);
 });
 
+// Host 0 has a block ready, host 1 needs memory for it, which rank 1 does not get: host 0 gives the
+// block back, with its memory, and gets it the next time.
+const RankProgram without_address_space_beside_a_ready_host(
+    "without address space beside a ready host", [](RankOfTest& self, const std::string&) {
+      constexpr std::size_t kBytes = std::size_t{256} << 20;
+      MemoryPtr first = self.communicator->allocate(kBytes, Device{});
+      const void* const place = first->data();
+      const MemoryPtr kept = self.rank == 0 ? nullptr : first;
+      first.reset();
+      for (int attempt = 0; attempt < 2; ++attempt) {
+        meet(self, join("before ", attempt));
+        rlimit usual{};
+        ASSERT_EQ(::getrlimit(RLIMIT_AS, &usual), 0);
+        if (self.rank == 1) {
+          rlimit limit = usual;
+          limit.rlim_cur = std::size_t{64} << 20;  // less than it has
+          ASSERT_EQ(::setrlimit(RLIMIT_AS, &limit), 0);
+        }
+        expect_failure_of(
+            1, [&] { static_cast<void>(self.communicator->allocate(kBytes, Device{})); },
+            "Cannot allocate memory");
+        ASSERT_EQ(::setrlimit(RLIMIT_AS, &usual), 0);
+      }
+      meet(self, "after");
+      const MemoryPtr memory = self.communicator->allocate(kBytes, Device{});
+      EXPECT_EQ(memory->data() == place, self.rank == 0);
+      static_cast<std::byte*>(memory->data())[kBytes - 1] = std::byte{1};
+      expect_sum(self.communicator);
+    });
+
+TEST(NativeRetriesTest, AHostThatHasTheMemoryGivesItBackWhereAnotherHasNone) {
+  if (kSlowdown != 1) {
+    GTEST_SKIP() << "sanitizers need address space of their own";
+  }
+  RankProcesses ranks("without address space beside a ready host", 3, "", {0, 1, 1});
+  for (int rank = 0; rank < 3; ++rank) {
+    const RankOutcome outcome = ranks.wait(rank);
+    EXPECT_TRUE(outcome.has_ended_by_itself);
+    EXPECT_FALSE(outcome.error) << outcome.error->message;
+  }
+}
+
 TEST(NativeRetriesTest, ARankWithoutAddressSpaceIsHeardOf) {
   if (kSlowdown != 1) {
     GTEST_SKIP() << "sanitizers need address space of their own";
