@@ -35,6 +35,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
+def first_that_differs(said: Sequence[str]) -> int | None:
+    """The first rank that said something else than rank 0; None if all said the same."""
+    return next((rank for rank, each in enumerate(said) if each != said[0]), None)
+
+
 def who_said_what(said: Iterable[str]) -> str:
     """What each rank said, in rank order, as "a on ranks 0, 2; b on rank 1"."""
     by_value: dict[str, list[int]] = {}

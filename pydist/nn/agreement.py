@@ -21,7 +21,7 @@ from torch import Tensor
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.arguments import a_type
 from pydist.job.outcome import exchange
-from pydist.job.rank_names import culprits, name_ranks, who_said_what
+from pydist.job.rank_names import culprits, first_that_differs, name_ranks, who_said_what
 
 if TYPE_CHECKING:
     from pydist._native import Communicator
@@ -212,6 +212,6 @@ def _refuse_problems(communicator: Communicator, ranks: list[Told]) -> None:
 
 
 def _refuse_different(said: list[str], what: str) -> None:
-    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    other = first_that_differs(said)
     if other is not None:
         raise Mismatch(f"{what}: {who_said_what(said)}.", ranks=(0, other))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pydist.errors import InvalidUsage, Mismatch
 from pydist.job.outcome import exchange
-from pydist.job.rank_names import who_said_what
+from pydist.job.rank_names import first_that_differs, who_said_what
 from pydist.parallel.ownership import newest_first
 from pydist.parallel.wrapper import is_joining
 
@@ -53,7 +53,7 @@ def tell(communicator: Communicator, call: str, values: list[float]) -> list[lis
     label = f"backward of pydist.nn.{call}"
     told = [json.loads(each) for each in exchange(communicator, json.dumps(mine).encode(), label)]
     said = [", ".join(map(str, each["weights"])) or "none" for each in told]
-    other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    other = first_that_differs(said)
     if other is not None:
         raise Mismatch(
             f"pydist.nn.{call} is a loss over the rows of all ranks, in which each row counts once "

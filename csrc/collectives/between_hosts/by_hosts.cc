@@ -128,25 +128,19 @@ struct Lanes {
   }
 
   // -- on the heap ----------------------------------------------------------------------------
-  // A rank of this host that has left the group, or -1. Its memory is its own again: what was read
-  // there before this look at it is right, and nothing may be written there after.
+  // Whether all ranks of this host have their buffers in its symmetric heap.
+  [[nodiscard]] bool on_heap() const { return !heap.empty(); }
+  // The first rank of this host that has left, or -1: Note [Leaving amid an operation].
   [[nodiscard]] int who_has_left() const {
-    for (const int rank : placement.ranks_on(host)) {
-      if (run.group().segment().control(rank).has_left.load() != 0) {
-        return rank;
-      }
-    }
-    return -1;
-  }
-  // That a rank which has left goes on: so it fails as every wait for that rank does.
-  [[nodiscard]] Condition until_back(int rank) const {
-    return run.group().done_by(&RankControl::consumed, rank, run.group().round() + 1);
+    const std::span<const int> ranks = placement.ranks_on(host);
+    const auto gone = std::find_if(ranks.begin(), ranks.end(),
+                                   [this](int rank) { return has_left(run.group(), rank); });
+    return gone == ranks.end() ? -1 : *gone;
   }
   // Has `write` put a part into the output of each rank of this host, unless one has left. Returns
   // that one, or -1.
   template <typename Write>
   [[nodiscard]] int write_to_all(const Block& part, const Write& write) const {
-    // First the word of HeapWriting, then the look: a rank that leaves does it the other way round.
     const HeapWriting writing(run.group());
     const int left = who_has_left();
     if (left >= 0) {
@@ -198,7 +192,7 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
   // What ranks have given, of all hosts' parts side by side; of those whose inputs are read where
   // they lie, null.
   std::vector<const std::byte*> bundles(ranks.size());
-  for (std::size_t index = 0; index < ranks.size() && lanes.heap.empty(); ++index) {
+  for (std::size_t index = 0; index < ranks.size() && !lanes.on_heap(); ++index) {
     if (ranks[index] != run.me()) {
       ReceiveChannel& channel = lanes.channels.from(ranks[index]);
       co_await channel.until_received();
@@ -220,17 +214,17 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
     }
     std::vector<const void*> sources(ranks.size());
     for (std::size_t index = 0; index < ranks.size(); ++index) {
-      if (!lanes.heap.empty()) {
+      if (lanes.on_heap()) {
         sources[index] = lanes.heap[index].input + (own.data - lanes.input);
       } else {
         sources[index] = bundles[index] == nullptr ? own.data : bundles[index] + offset;
       }
     }
     lanes.host_sums.combine_ranks(sources, sum, own.count);
-    if (!lanes.heap.empty()) {
+    if (lanes.on_heap()) {
       require_right_reads(run.group());
       if (const int left = lanes.who_has_left(); left >= 0) {
-        co_await lanes.until_back(left);
+        co_await until_back(run.group(), left);
       }
     }
     if (channel != nullptr) {
@@ -279,11 +273,11 @@ Task send_results(Lanes& lanes, std::size_t step) {
       channel.send_from(result.data, bytes);
     }
   }
-  if (!lanes.heap.empty()) {
+  if (lanes.on_heap()) {
     const int left = lanes.write_to_all(
         result, [&](std::byte* output) { run.copy(output, result.data, result.count); });
     if (left >= 0) {
-      co_await lanes.until_back(left);
+      co_await until_back(run.group(), left);
     }
   }
 }
@@ -298,15 +292,15 @@ Task spread_on_host(Lanes& lanes, std::size_t step) {
       co_await channel.until_received();
       const std::byte* travelled = received(channel, run.slot_bytes(result.count));
       const auto take = [&](std::byte* target) { run.take(target, travelled, result.count); };
-      if (lanes.heap.empty()) {
+      if (!lanes.on_heap()) {
         take(result.data);
       } else if (const int left = lanes.write_to_all(result, take); left >= 0) {
-        co_await lanes.until_back(left);
+        co_await until_back(run.group(), left);
       }
       channel.release();
     }
   }
-  if (!lanes.heap.empty()) {
+  if (lanes.on_heap()) {
     co_return;
   }
   const std::size_t bytes = run.bytes(lanes.bundle(lanes.mine, step));
@@ -361,7 +355,7 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
     return step >= begins && step - begins < steps;
   };
   for (std::size_t step = 0; step < steps + taken_at; ++step) {
-    if (lanes.heap.empty() && is_due(step, 0)) {
+    if (!lanes.on_heap() && is_due(step, 0)) {
       co_await give_to_host(lanes, step);
     }
     if (lanes.drives && is_due(step, sums_at)) {
@@ -373,7 +367,7 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
     if (lanes.drives && is_due(step, spread_at)) {
       co_await spread_on_host(lanes, step - spread_at);
     }
-    if (lanes.heap.empty() && is_due(step, taken_at)) {
+    if (!lanes.on_heap() && is_due(step, taken_at)) {
       co_await take_from_host(lanes, step - taken_at);
     }
   }
@@ -385,7 +379,7 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
   // Who drives a lane has read from all ranks of its host by the end, and written to all. It counts
   // as a round, also where another host alone has its buffers on the heap.
   Group& group = run.group();
-  if (!lanes.heap.empty()) {
+  if (lanes.on_heap()) {
     group.publish(&RankControl::consumed, group.round());
     for (int lane = 0; lane < lanes.pieces.lanes(); ++lane) {
       co_await group.done_by(&RankControl::consumed, lanes.driver(lanes.host, lane), group.round());

@@ -11,17 +11,18 @@
 
 namespace pydist {
 
-Task run_on_symmetric_heap(Collective& run) {
-  Group& group = run.group();
+namespace {
+
+// What this rank has to move, between its own memory and that of others.
+void move(Collective& run) {
+  const Group& group = run.group();
   const Call& call = run.call();
   const int me = run.me();
   const SymmetricHeap& heap = group.heap();
-  const std::uint64_t round = group.round();
   const StoreHint hint = hint_for(run.bytes(call.count));
   const auto input_of = [&](int rank) { return heap.address(rank, group.detail(rank).input); };
   const auto output_of = [&](int rank) { return heap.address(rank, group.detail(rank).output); };
 
-  std::optional<HeapWriting> writing(std::in_place, group);
   switch (call.kind) {
     case OpKind::kAllReduce: {
       // The owner of a slice reads it from everybody and writes it to everybody.
@@ -62,11 +63,38 @@ Task run_on_symmetric_heap(Collective& run) {
     default:
       break;
   }
+}
+
+// The first rank that has left, of those whose memory this one reads or writes; -1 if none has.
+int who_has_left(const Collective& run) noexcept {
+  const bool reads_root_alone = run.call().kind == OpKind::kBroadcast;
+  for (int rank = 0; rank < run.size(); ++rank) {
+    if ((!reads_root_alone || rank == run.call().root) && has_left(run.group(), rank)) {
+      return rank;
+    }
+  }
+  return -1;
+}
+
+}  // namespace
+
+Task run_on_symmetric_heap(Collective& run) {
+  Group& group = run.group();
+  const std::uint64_t round = group.round();
+  std::optional<HeapWriting> writing(std::in_place, group);
+  int left = who_has_left(run);
+  if (left < 0) {
+    move(run);
+  }
   writing.reset();
   require_right_reads(group);
+  left = left < 0 ? who_has_left(run) : left;
+  if (left >= 0) {
+    co_await until_back(group, left);
+  }
   group.publish(&RankControl::consumed, round);
   // Peers write into this rank's buffers, or read them, until they are done.
-  if (call.kind != OpKind::kBroadcast || run.is_root()) {
+  if (run.call().kind != OpKind::kBroadcast || run.is_root()) {
     co_await group.done_by_all(&RankControl::consumed, round);
   }
   group.advance_rounds(1);

@@ -29,8 +29,7 @@ struct HeapAllocation {
 
 // The collective. Group::begin() has numbered it; it numbers one more where there is no place or no
 // room, and two where memory is reserved. The references outlive the task.
-[[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap,
-                                    const pydist::Placement& ranks, std::size_t bytes,
-                                    HeapAllocation& result);
+[[nodiscard]] Task allocate_on_heap(Group& group, SymmetricHeap& heap, const Placement& ranks,
+                                    std::size_t bytes, HeapAllocation& result);
 
 }  // namespace pydist

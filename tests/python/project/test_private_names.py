@@ -28,8 +28,8 @@ OF_PYTHON = {"_getframe", "_negative_number_matcher", "_inheriting"}
 # Of frameworks, in the one module of each that meets it. Where a version of the framework has
 # dropped one, tests/frameworks fails.
 OF_FRAMEWORKS = {
-    "integrations/lightning.py": {
-        "_ForwardRedirection",
+    "integrations/lightning/__init__.py": {"_ForwardRedirection"},
+    "integrations/lightning/strategies.py": {
         "_ddp_comm_hook",
         "_ddp_comm_state",
         "_ddp_comm_wrapper",
@@ -38,7 +38,7 @@ OF_FRAMEWORKS = {
         "_process_group_backend",
         "_redirection_class",
         "_setup_distributed",
-    }
+    },
 }
 # Texts that are no name of torch's: a mark of ours, and the end of names of CUDA's.
 HARMLESS = {"_pydist_has_run", "_id"}

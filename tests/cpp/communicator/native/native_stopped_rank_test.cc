@@ -9,10 +9,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "health/process_state.h"
 #include "rank_processes.h"
 
 namespace pydist::testing {
@@ -226,6 +228,55 @@ TEST(NativeStoppedRankTest, WhatItReadsAfterTheOthersHaveRaisedIsNoResult) {
     }
   }
   EXPECT_GT(raised, 0) << "rank 1 was never stopped amid its reading";
+}
+
+// Rank 1 is stopped once it has announced an all_reduce on symmetric memory. Rank 0 does its part,
+// leaves, and writes something else into its memory; only then does rank 1 go on.
+const RankProgram leaves_first("leaves_first", [](RankOfTest& self, const std::string&) {
+  constexpr std::size_t kCount = std::size_t{1} << 20;
+  const Deadline deadline = Deadline::in(std::chrono::seconds(30));
+  const MemoryPtr memory = self.communicator->allocate(kCount * sizeof(float), Device{});
+  const std::span<float> values(static_cast<float*>(memory->data()), kCount);
+  std::fill(values.begin(), values.end(), static_cast<float>(self.rank + 1));
+  Operation sum;
+  sum.kind = OpKind::kAllReduce;
+  sum.inputs = {{values.data(), kCount, DType::kFloat32}};
+  sum.outputs = sum.inputs;
+  self.communicator->run(barrier());
+  if (self.rank == 1) {
+    const WorkPtr work = self.communicator->submit(sum);
+    self.store->set("pid", join(::getpid()));
+    ::raise(SIGSTOP);
+    work->wait();
+    EXPECT_EQ(std::count(values.begin(), values.end(), 3.0F), kCount);
+    return;
+  }
+  const pid_t other = std::stoi(self.store->get("pid", deadline));
+  while (process_state(other) != ProcessState::kStopped && !deadline.has_passed()) {
+    std::this_thread::sleep_for(milliseconds(1));
+  }
+  const WorkPtr work = self.communicator->submit(sum);
+  std::this_thread::sleep_for(milliseconds(100) * kSlowdown);  // most likely it has done its part
+  self.communicator->shutdown();
+  std::fill(values.begin(), values.end(), 1000.0F);
+  self.store->set("left", "");
+  static_cast<void>(self.store->get("went_on", deadline));
+  EXPECT_EQ(std::count(values.begin(), values.end(), 1000.0F), kCount);
+});
+
+TEST(NativeStoppedRankTest, WhoGoesOnAfterAnotherHasLeftTakesNothingOfItsMemory) {
+  RankProcesses ranks("leaves_first", 2);
+  static_cast<void>(ranks.store().get("left", Deadline::in(std::chrono::seconds(30))));
+  ranks.signal(1, SIGCONT);
+  const RankOutcome late = ranks.wait(1);
+  ranks.store().set("went_on", "");
+  EXPECT_TRUE(late.has_ended_by_itself);
+  ASSERT_TRUE(late.error);
+  EXPECT_EQ(late.error->kind, ErrorKind::kPeerLost) << late.error->message;
+  EXPECT_PRED2(contains, late.error->message, "rank 0 (pid ");
+  const RankOutcome early = ranks.wait(0);
+  EXPECT_TRUE(early.has_ended_by_itself);
+  EXPECT_FALSE(early.error) << early.error->message;
 }
 
 }  // namespace

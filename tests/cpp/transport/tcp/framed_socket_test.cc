@@ -248,9 +248,8 @@ TEST(FramedSocketTest, WritesWhatTheSystemTakesAndGoesOnThere) {
   std::vector<OutgoingFrame> frames(sizes.size());
   std::string expected;
   for (std::size_t index = 0; index < sizes.size(); ++index) {
-    const std::size_t number = index;
-    payloads.push_back(payload_of(sizes[index], number));
-    expected += frame_text(header_number(number), payloads.back());
+    payloads.push_back(payload_of(sizes[index], index));
+    expected += frame_text(header_number(index), payloads.back());
   }
   for (std::size_t index = 0; index < sizes.size(); ++index) {
     frames[index].header = header_number(index);

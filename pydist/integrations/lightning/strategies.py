@@ -1,0 +1,152 @@
+"""What strategies on pydist do otherwise than Lightning's `DDPStrategy`, whose methods these are.
+
+The classes stand before Lightning's own, of which each of its packages has one: `register` joins
+them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+import pydist
+from pydist.errors import InvalidUsage
+from pydist.integrations.lightning.loaders import shared
+from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
+from pydist.parallel.wrapper import watch_outputs
+
+# Lightning's class that comes next, for type checkers.
+_Base: Any = object
+
+
+def _wrap(module: nn.Module, device_ids: list[int] | None, arguments: dict[str, Any]) -> nn.Module:
+    return pydist.DataParallel(module, device_ids=device_ids, **arguments)
+
+
+class _JoinsPydist(_Base):
+    """What the strategies of Trainer and of Fabric have in common."""
+
+    def _get_process_group_backend(self) -> str:
+        given = self._process_group_backend
+        if given not in (None, "pydist"):
+            raise InvalidUsage(
+                f"process_group_backend={given!r} is not possible with strategy 'pydist', whose "
+                "process group is pydist's own: leave it out, and choose what pydist runs on by "
+                "PYDIST_BACKEND=native, gloo or nccl."
+            )
+        return "pydist"
+
+
+class TrainerMethods(_JoinsPydist):
+    """Of a strategy for `Trainer`."""
+
+    model: Any
+    _is_in_training_step = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # DDP's own switches averaging off at the end of a forward in which backwards have run:
+        # with optimization by hand, whose training step runs inside of the wrapper's forward.
+        self._forward_redirection = self._redirection_class()
+
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        model.log = functools.partial(log, model)
+
+    def setup_distributed(self) -> None:
+        super().setup_distributed()
+        pydist.init()
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return _wrap(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
+
+    def _register_ddp_hooks(self) -> None:
+        hook = self._ddp_comm_hook
+        if hook is None:
+            return
+        if self._ddp_comm_wrapper is not None:
+            hook = self._ddp_comm_wrapper(hook)
+        self.model.register_comm_hook(self._ddp_comm_state, hook)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._is_in_training_step = True
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            self._is_in_training_step = False
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Lets a backward average that optimization by hand runs inside of the forward."""
+        wrapper = self.model
+        by_hand = not self.lightning_module.automatic_optimization
+        if by_hand and isinstance(wrapper, pydist.DataParallel):
+            watch_outputs(weakref.ref(wrapper), closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Does nothing: `pre_backward` has seen to it."""
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        if isinstance(self.model, pydist.DataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            yield
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if isinstance(group, Logged):
+            # A rank that logs less goes on to the backward from a training step, and from anywhere
+            # else to an operation of Lightning's, in all ranks' group. It is found at once where
+            # both are in one group.
+            wrapper = self.model if self._is_in_training_step else None
+            return reduce_logged(tensor, group, reduce_op, wrapper)
+        return reduce(tensor, group, reduce_op)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        trainer = self.lightning_module.trainer
+        return shared(dataloader, pads=trainer.training)
+
+    def teardown(self) -> None:
+        if isinstance(self.model, pydist.DataParallel):
+            self.model = self.lightning_module
+        # The model goes on without pydist, and is saved and copied as it came.
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("log", None)
+        super().teardown()
+
+
+class _SyncControl(_Base):
+    """Of Fabric, for `fabric.no_backward_sync`."""
+
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        if not isinstance(module, pydist.DataParallel):
+            raise InvalidUsage(
+                f"fabric.no_backward_sync got a {type(module).__name__}, which is not wrapped in "
+                "pydist.DataParallel: give it what fabric.setup has returned."
+            )
+        return module.no_sync(enabled)
+
+
+class FabricMethods(_JoinsPydist):
+    """Of a strategy for `Fabric`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._backward_sync_control = _SyncControl()
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        pydist.init()
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return reduce(tensor, group, reduce_op)
