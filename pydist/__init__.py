@@ -22,6 +22,8 @@ from pydist.collectives import (
     send,
     symmetric_empty,
 )
+from pydist.config import in_force as _in_force
+from pydist.config.config import Config
 from pydist.errors import (
     Aborted,
     CheckpointError,
@@ -63,6 +65,7 @@ from pydist.sampling.order import Order, Sequential, Shuffled
 from pydist.sampling.sampler import DistributedSampler
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange
+from pydist.training.initialize import initialize
 
 __all__ = [
     "Aborted",
@@ -72,6 +75,7 @@ __all__ = [
     "CheckpointError",
     "CommunicationStats",
     "Communicator",
+    "Config",
     "DataParallel",
     "DistributedSampler",
     "Error",
@@ -110,6 +114,7 @@ __all__ = [
     "evaluate",
     "gather",
     "init",
+    "initialize",
     "is_initialized",
     "load",
     "local_rank",
@@ -136,6 +141,9 @@ __all__ = [
 ]
 
 backends.register()
+
+# Before what else variables say, which a file may say instead.
+_in_force.use_file_at_import()
 
 if _os.environ.get("PYDIST_FAULTS"):
     from pydist.testing.faults import arm_for_good as _arm_for_good

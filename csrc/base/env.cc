@@ -16,6 +16,9 @@ namespace {
 constexpr std::chrono::microseconds kDefaultSpin{50};
 
 constexpr std::array kVariables = {
+    EnvironmentVariable{"PYDIST_CONFIG", "a file", "",
+                        "TOML, or JSON if its name ends in .json: what neither the program nor a "
+                        "variable says (pydist.Config)."},
     EnvironmentVariable{"PYDIST_BACKEND", "auto | native | nccl | gloo", "auto",
                         "Which backend carries the collectives. auto takes the fastest that every "
                         "rank of the job can use."},

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_loading as optimizer_loading
 import pydist.checkpoint.optimizer_state as optimizer_state
-from pydist.checkpoint.manifest import MANIFEST, read_manifest, saved_after, sum_of, verify
+from pydist.checkpoint.manifest import (
+    MANIFEST,
+    config_in,
+    read_manifest,
+    saved_after,
+    sum_of,
+    verify,
+)
 from pydist.checkpoint.own_names import own_name, require_ranks
 from pydist.checkpoint.random_states import restore_random_states
 from pydist.checkpoint.replacement import absolute, find, real
@@ -25,6 +32,7 @@ from pydist.checkpoint.several_by_name import (
     values_of,
 )
 from pydist.checkpoint.verdict import agree
+from pydist.config.config import Config
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import flag
 
@@ -217,6 +225,23 @@ def _load(
     if extra is None or isinstance(extra, dict):
         return Loaded(extra or {}, step, folder)
     return extra
+
+
+def config_of(path: str | os.PathLike[str]) -> Config:
+    """How the training was set up that saved a checkpoint. Talks to nobody.
+
+    Backend and algorithm, the arguments of the wrapper, the optimizer and the loader, and the sizes
+    of `pydist.initialize`, where they were no defaults; without what belongs to a machine or to a
+    run (interfaces, ports, traces, logs). To go on alike: `pydist.init(config=config_of(path))`.
+
+    Args:
+        path: As for `pydist.load`.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its list of files is damaged.
+        InvalidUsage: It was saved by a pydist that has names which this one does not know.
+    """
+    return Config.from_dict(config_in(find(real(path))))
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:

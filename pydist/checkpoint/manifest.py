@@ -25,6 +25,8 @@ _LAST_LINES = ',\n "sha256": "{}"\n}}\n'
 SEQUENCE = "sequence"
 # The fact that says after which step it was saved.
 STEP = "step"
+# The fact that says how the training was set up, by sections; see `pydist.Config`.
+CONFIG = "config"
 _BLOCK_BYTES = 1 << 20
 _SEQUENCE = re.compile(rf'"{SEQUENCE}": (\d+)'.encode())
 _FOLDER_OF_STEP = re.compile(r"\.?step-(\d+)(?:\.previous)?")
@@ -50,7 +52,7 @@ def sum_of(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, files: dict[str, FileSum], facts: dict[str, Any]) -> None:
-    """Lists the files of a checkpoint; `facts` are for people, but for `SEQUENCE` and `STEP`."""
+    """Lists the files of a checkpoint; `facts` are for people, but for those with names above."""
     listed = {name: [known.bytes, known.sha256] for name, known in sorted(files.items())}
     content = json.dumps({"format": FORMAT, **facts, "files": listed}, indent=1)
     content = content.removesuffix("\n}")
@@ -126,6 +128,18 @@ def saved_after(folder: Path) -> int | None:
     if step is not None and not isinstance(step, int):
         raise CheckpointError(f"{folder / MANIFEST} is damaged: its step is {step!r}")
     return step
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """How the training was set up that saved a checkpoint; empty for those of earlier versions.
+
+    Raises:
+        CheckpointError: There is no list, or it is damaged.
+    """
+    config = _content_of(folder).get(CONFIG, {})
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: its config is {config!r}")
+    return config
 
 
 def sequence_of(folder: Path) -> int:

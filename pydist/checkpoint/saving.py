@@ -15,7 +15,15 @@ import torch
 import pydist.checkpoint.model_state as model_state
 import pydist.checkpoint.optimizer_state as optimizer_state
 from pydist._load import __version__
-from pydist.checkpoint.manifest import METADATA, SEQUENCE, STEP, FileSum, sum_of, write_manifest
+from pydist.checkpoint.manifest import (
+    CONFIG,
+    METADATA,
+    SEQUENCE,
+    STEP,
+    FileSum,
+    sum_of,
+    write_manifest,
+)
 from pydist.checkpoint.own_names import own_name
 from pydist.checkpoint.packing import pack, unpack
 from pydist.checkpoint.random_states import random_states
@@ -44,6 +52,7 @@ from pydist.checkpoint.several_by_name import (
 )
 from pydist.checkpoint.verdict import KnownToAll, agree
 from pydist.checkpoint.who_writes_what import Piece
+from pydist.config import in_force
 from pydist.errors import CheckpointError, InvalidUsage
 from pydist.job import phases
 from pydist.job.arguments import flag
@@ -314,11 +323,17 @@ def _complete(
     for rank, (name, known) in enumerate(files.items()):
         _require_here(partial / name, rank, known)
     files[METADATA] = sum_of(partial / METADATA)
-    facts = {"pydist": __version__, "torch": str(torch.__version__), "ranks": len(everybody)}
+    facts: dict[str, Any] = {
+        "pydist": __version__,
+        "torch": str(torch.__version__),
+        "ranks": len(everybody),
+    }
     if step is not None:
         facts[STEP] = step
     if (sequence := next_sequence(place)) is not None:
         facts[SEQUENCE] = sequence
+    # Last of the facts, since the others are looked for at the beginning of the file.
+    facts[CONFIG] = in_force.to_save()
     write_manifest(partial, files, facts)
     publish(place)
 

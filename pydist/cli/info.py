@@ -1,5 +1,6 @@
 """`pydist info`: what pydist finds on this machine, and what it can use."""
 
+import dataclasses
 import json
 import os
 import platform
@@ -17,6 +18,9 @@ from pydist.benchmarks.machine import free_in_dev_shm, processor_name
 from pydist.benchmarks.sizes import size_text
 from pydist.cli.parser import Parser
 from pydist.cli.topology import show_topology
+from pydist.config import in_force
+from pydist.config.fields import ENGINE
+from pydist.config.variables import unknown_variables
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
 from pydist.job.gloo_factory import gloo_factory
@@ -24,7 +28,6 @@ from pydist.job.launchers import read_placement
 from pydist.job.meeting.gloo_network import GlooNetwork
 from pydist.job.meeting.gpu_assignment import identify_gpus
 from pydist.job.meeting.nccl_obstacles import why_no_nccl_here
-from pydist.job.settings import unknown_variables
 
 __all__ = ["collect", "main"]
 
@@ -132,6 +135,14 @@ def _variables() -> list[dict[str, Any]]:
     return [dict(zip(names, variable, strict=True)) for variable in _native.environment_variables()]
 
 
+def _configuration() -> tuple[list[dict[str, Any]], str]:
+    """What is in force, with where it is from; or why it can't be said."""
+    try:
+        return [dataclasses.asdict(each) for each in in_force.settings()], ""
+    except InvalidUsage as error:
+        return [], str(error)
+
+
 def _launcher() -> str:
     try:
         placement = read_placement()
@@ -148,6 +159,7 @@ def collect() -> dict[str, Any]:
         _native.read_environment()
     except InvalidUsage as error:
         problem = str(error)
+    configuration, no_configuration = _configuration()
     gpus, no_gpu = _gpus()
     room, limited_by = _native.memory_room()
     return {
@@ -165,11 +177,12 @@ def collect() -> dict[str, Any]:
             name: {"usable": not why, "why_not": why or None} for name, why in _backends().items()
         },
         "launcher": _launcher(),
+        "configuration": configuration,
         "variables": _variables(),
         "unknown_variables": [
             {"name": name, "nearest": nearest} for name, nearest in unknown_variables()
         ],
-        "invalid_environment": problem or None,
+        "invalid_environment": problem or no_configuration or None,
     }
 
 
@@ -204,6 +217,21 @@ def _print(report: dict[str, Any], console: Console) -> None:
     }
     console.print(_pairs("\nBackends (PYDIST_BACKEND)", usable))
     console.print(_pairs("\nLauncher", {"environment": report["launcher"]}))
+    settings = [
+        each
+        for each in report["configuration"]
+        if each["section"] != ENGINE or each["source"] != in_force.DEFAULT
+    ]
+    table = Table(
+        title="\nConfiguration (PYDIST_CONFIG)", title_justify="left", box=None, pad_edge=False
+    )
+    for header in ("name", "value", "from"):
+        table.add_column(header, overflow="fold", no_wrap=header == "name")
+    for each in settings:
+        is_default = each["source"] == in_force.DEFAULT
+        name, value = f"{each['section']}.{each['name']}", json.dumps(each["value"])
+        table.add_row(name, value, each["source"], style=None if is_default else "bold")
+    console.print(table)
     table = Table(title="\nVariables", title_justify="left", box=None, pad_edge=False)
     for header in ("name", "value", "default", "values", "meaning"):
         table.add_column(header, overflow="fold", no_wrap=header == "name")

@@ -21,9 +21,9 @@ import torch
 
 from pydist import _build, _native
 from pydist.benchmarks.machine import free_in_dev_shm
+from pydist.config.variables import unknown_variables
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import Placement, read_placement
-from pydist.job.settings import unknown_variables
 
 Verdict = Literal["fine", "warning", "problem"]
 

@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pydist._torch import take_attributes
+from pydist.config.variables import parse_timeout
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import groups, membership
 from pydist.job.arguments import a_type
 from pydist.job.groups import Group
 from pydist.job.outcome import failed, outcomes
 from pydist.job.rank_names import culprits
-from pydist.job.settings import parse_timeout
 from pydist.metrics.means import Mean
 from pydist.metrics.metric import Metric, compute_all
 from pydist.metrics.rows import Rows

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._load import __version__
+from pydist.config.variables import parse_backend
 from pydist.errors import InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
@@ -29,7 +30,6 @@ from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_
 from pydist.job.meeting.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting.meeting_number import next_number, require_only_process
 from pydist.job.processes import Process, end_with_torchrun, own_process
-from pydist.job.settings import parse_backend
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist._torch import forget_failed_world, is_timeout_torchs_own
+from pydist.config.variables import default_timeout, parse_backend, parse_timeout, valid_backends
 from pydist.errors import InvalidUsage
 from pydist.job import current
 from pydist.job.arguments import a_type
 from pydist.job.backend_choice import Agreement, create_communicator
-from pydist.job.settings import default_timeout, parse_backend, parse_timeout, valid_backends
 
 __all__ = [
     "Agreement",

@@ -15,11 +15,11 @@ from pydist._torch import (
     store_of_group,
     timeout_of_group,
 )
+from pydist.config.variables import default_timeout
 from pydist.errors import InvalidUsage
 from pydist.job import crossed_threads, current
 from pydist.job.arguments import a_type
 from pydist.job.backend_choice import create_communicator
-from pydist.job.settings import default_timeout
 
 # A process group of torch.distributed (on any backend), or one of `pydist.new_group`.
 Group = dist.ProcessGroup | _native.Communicator

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from pydist import _native
+from pydist.config import in_force
+from pydist.config.in_force import Configuration
+from pydist.config.variables import default_timeout, parse_backend, parse_timeout, unknown_variables
 from pydist.errors import InvalidUsage, PeerLost, TransportError
 from pydist.job import current, groups, last_words, log, past, phases
 from pydist.job.backend_choice import Agreement
@@ -24,7 +27,7 @@ from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
 from pydist.job.meeting.launcher_news import require_none_ended
 from pydist.job.meeting.rendezvous import meet
 from pydist.job.meeting.store_waits import wait_for_keys
-from pydist.job.settings import default_timeout, parse_backend, parse_timeout, unknown_variables
+from pydist.job.second_call import require_same, require_timeout
 
 __all__ = [
     "abort",
@@ -44,7 +47,12 @@ __all__ = [
 lock = threading.RLock()
 
 
-def init(backend: str | None = None, *, timeout: float | timedelta | None = None) -> None:
+def init(
+    backend: str | None = None,
+    *,
+    timeout: float | timedelta | None = None,
+    config: Configuration | None = None,
+) -> None:
     """Joins the job that the launcher describes in the environment. Every rank calls it.
 
     Creates torch.distributed's default process group on backend "pydist", so that
@@ -63,6 +71,8 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
             use: nccl if every rank has a GPU of its own.
         timeout: seconds (or a timedelta) that joining, and later each operation, may take; by
             default the value of PYDIST_TIMEOUT, and 600 without one.
+        config: a `pydist.Config`, a dict of its sections, or a file that has them: in force until
+            `shutdown`. A later call may bring more of it, but not for the engine.
 
     Raises:
         InvalidUsage: an argument is of a wrong type; the backend is unknown, or another one than
@@ -84,14 +94,16 @@ def init(backend: str | None = None, *, timeout: float | timedelta | None = None
         True
     """
     wait = None if timeout is None else parse_timeout(timeout)
+    configuration = in_force.configuration_of(config)
     _native.require_not_forked()
     with lock:
         if is_initialized():
-            _check_same(backend, wait)
+            require_same(_joined(), backend, wait)
+            in_force.change(configuration)
             return
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
-        with entering():
+        with in_force.entering(configuration), entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
         past.note(member, backend)
@@ -122,36 +134,6 @@ def become(member: Membership) -> None:
     _native.set_rank(member.rank)
     atexit.register(_leave_at_exit)
     last_words.listen()
-
-
-def _check_same(backend: str | None, timeout: timedelta | None) -> None:
-    running = _joined()
-    if backend is not None:
-        wanted = parse_backend(backend, "backend=")
-        if wanted not in ("auto", running.backend):
-            raise InvalidUsage(
-                f"pydist runs on backend '{running.backend}' already, so backend='{wanted}' can't "
-                "be had now; ask for it in the first call, or call pydist.shutdown() before."
-            )
-    _require_timeout(
-        running.communicator,
-        timeout,
-        "pydist runs",
-        "give it in the first call of pydist.init(), which comes before the first "
-        "pydist.DataParallel, set PYDIST_TIMEOUT, or call pydist.shutdown() before.",
-    )
-
-
-def _require_timeout(
-    running: _native.Communicator, wanted: timedelta | None, what: str, remedy: str
-) -> None:
-    """Raises InvalidUsage where a group that runs has another time-out than the one asked for."""
-    # The engine counts in milliseconds.
-    if wanted is not None and abs(wanted.total_seconds() - running.timeout) >= 0.001:
-        raise InvalidUsage(
-            f"{what} with a time-out of {running.timeout:g} s already, so timeout="
-            f"{wanted.total_seconds():g} can't be had now: {remedy}"
-        )
 
 
 def _join(backend: str | None, timeout: timedelta | None) -> Membership:
@@ -246,7 +228,7 @@ def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
                 f"PYDIST_BACKEND={backend} before init_process_group, or let pydist.init() create "
                 "the group."
             )
-        _require_timeout(
+        require_timeout(
             communicator,
             timeout,
             "torch.distributed's default group runs on pydist's backend",
@@ -354,6 +336,7 @@ def shutdown() -> None:
                 dist.destroy_process_group()
             member.communicator.shutdown()
         del member
+        in_force.forget()
         _native.release_process()
         _native.set_rank(-1)
         log.stop()

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
+from pydist.config.variables import parse_backend
 from pydist.errors import InvalidUsage, Timeout
 from pydist.job import last_words
 from pydist.job.log import logger
@@ -41,7 +42,6 @@ from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.pickling import find_unpicklable
 from pydist.job.processes import end_with
 from pydist.job.recovery.last_ones import LastOnes
-from pydist.job.settings import parse_backend
 from pydist.job.spawn_results import (
     Course,
     Failure,

@@ -44,7 +44,7 @@ def warn_of_check_reduction(check_reduction: bool) -> None:
             "check_reduction is deprecated, and without effect in torch's DistributedDataParallel "
             "as in pydist.DataParallel, which finds unused parameters always: leave it out",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=4,  # past the constructor, and past what gives it its configuration
         )
 
 

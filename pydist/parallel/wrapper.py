@@ -30,6 +30,7 @@ from pydist._torch import (
     share_tables,
     tree_map_only,
 )
+from pydist.config.in_force import takes_from_config
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import groups, membership
 from pydist.job.arguments import a_type, flag
@@ -79,6 +80,14 @@ if TYPE_CHECKING:
 
 # Of a wrapper's attributes, those that its copies do not take over.
 _NOT_COPIED = OF_MODULE | {"process_group"}
+
+# The arguments that `pydist.Config` may have in its section "model".
+_CONFIGURABLE = (
+    *("broadcast_buffers", "forward_sync_buffers", "init_sync", "reduction", "compress"),
+    *("bucket_cap_mb", "bucket_cap_mb_list", "gradient_as_bucket_view"),
+    *("find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"),
+    *("check_every", "check_finite"),
+)
 
 # The wrapper that is in join(). There may be only one: ranks that wait for each other in two of
 # them would wait in a circle.
@@ -253,6 +262,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         }
     )
 
+    @takes_from_config("model", names=_CONFIGURABLE)
     def __init__(
         self,
         module: nn.Module,
@@ -1016,7 +1026,7 @@ def _warn_of_unknown(local: RankLocal) -> None:
             "nothing is ignored for that, as in torch's DistributedDataParallel: give names as "
             "named_parameters() and named_buffers() of this module have them",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,  # past the constructor, and past what gives it its configuration
         )
 
 

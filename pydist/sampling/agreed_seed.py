@@ -44,8 +44,8 @@ def _draw(generator: torch.Generator) -> int:
 
 
 def place_of_caller() -> str:
-    """The line that calls our caller. Files may differ between hosts."""
-    frame = sys._getframe(2)
+    """The line that calls `pydist.prepare`, which calls this. Files may differ between hosts."""
+    frame = sys._getframe(3)  # between them is what gives it its configuration
     return f"line {frame.f_lineno} of {frame.f_code.co_name}"
 
 

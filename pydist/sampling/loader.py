@@ -21,6 +21,7 @@ import torch.utils.data as torch_data
 from torch.utils.data import DataLoader, IterableDataset
 
 from pydist._torch import FedLoader, take_attributes
+from pydist.config.in_force import takes_from_config
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type, flag
 from pydist.sampling.agreed_seed import SeedChoice, place_of_caller
@@ -35,6 +36,7 @@ from pydist.sampling.worker_seeds import Marking, Sent, seed_of
 T = TypeVar("T")
 
 
+@takes_from_config("loader", names=("seed", "pad", "split_batches"))
 def prepare(
     loader: DataLoader[T],
     *,
@@ -175,7 +177,7 @@ def _warn_of_iterable(dataset: object, ranks: int) -> None:
             f"to share among the {ranks} ranks, and as it is, each of them gets all of it. Let it "
             "take its share by itself, by pydist.rank() and pydist.world_size() (and by "
             "torch.utils.data.get_worker_info() within workers). The loader stays as it is.",
-            stacklevel=3,
+            stacklevel=4,  # past `prepare`, and past what gives it its configuration
         )
 
 

@@ -30,6 +30,7 @@ from pydist._torch import (
     runs_uncompiled_throughout,
     scripts_any_function,
 )
+from pydist.config.in_force import takes_from_config
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job import current, groups, membership
 from pydist.job.arguments import flag
@@ -208,6 +209,7 @@ class ShardedOptimizer(Optimizer):
     # Its step does, inside no_sync() as well, and tells the other ranks.
     refuses_pending_gradients = True
 
+    @takes_from_config("optimizer", names=("stage", "master_weights", "share_parameters"))
     def __init__(
         self,
         model_or_params: nn.Module | Iterable[Any],

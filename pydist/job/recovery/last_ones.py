@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 import torch.distributed as dist
 
 from pydist import _native
+from pydist.config.variables import default_timeout
 from pydist.job.processes import status_of
 from pydist.job.recovery.left_behind import is_left_behind
-from pydist.job.settings import default_timeout
 
 __all__ = ["LastOnes"]
 

@@ -11,6 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from pydist import _native
+from pydist.config.variables import parse_timeout
 from pydist.errors import Aborted, Error, InvalidUsage, PeerLost, Timeout, TransportError
 from pydist.job import current, membership
 from pydist.job import past as history
@@ -24,7 +25,6 @@ from pydist.job.past import Past
 from pydist.job.processes import own_process
 from pydist.job.recovery.left_behind import mark_left_behind
 from pydist.job.recovery.survivors import Patience, Survivor, Verdict, agree_on_survivors
-from pydist.job.settings import parse_timeout
 
 __all__ = ["reform"]
 

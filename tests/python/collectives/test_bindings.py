@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pydist
 from pydist import _native
+from pydist.config.variables import unknown_variables
 from pydist.job.groups import communicator_of
-from pydist.job.settings import unknown_variables
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,0 +1,193 @@
+"""`pydist.Config`: how training is set up, in one validated object."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydist import _native
+from pydist.config.fields import ENGINE, find, require_section, text_of, variable_of
+from pydist.config.files import read_tables
+from pydist.config.variables import parse_backend
+from pydist.errors import InvalidUsage
+
+# The source of what the program itself says.
+ARGUMENT = "argument"
+
+
+class Config:
+    """How training is set up: the engine, the wrapper, the optimizer, the loader, and the steps.
+
+    It is in force from `pydist.init(config=)` or `pydist.initialize(config=)` to `pydist.shutdown`;
+    the file that PYDIST_CONFIG names is from the import of pydist on. Then the calls of which it
+    has a section take from it what the program leaves out of their arguments. What the program says
+    (arguments, keywords and dicts of this class) goes before variables of the environment, these
+    before files, and these before defaults.
+
+    Args:
+        engine: The variables of the engine, without PYDIST_ and in lower case: `backend`,
+            `timeout`, `chunk_bytes`. A job's secret is not among them.
+        model: Arguments of `pydist.DataParallel`, such as `compress`.
+        optimizer: Arguments of `pydist.ShardedOptimizer`; for `pydist.initialize` also `name`,
+            a class of torch.optim, `params`, its arguments, and `stage=0`, which shards nothing.
+        loader: Arguments of `pydist.prepare`.
+        training: For `pydist.initialize`: `batch_size` (of all ranks, for a step),
+            `micro_batch_size` (of a rank, for a backward), `accumulation_steps`,
+            `clip_grad_norm`, `dtype` ("float32" or "bfloat16"), `drop_last`.
+
+    Raises:
+        InvalidUsage: A name is unknown (the message has the nearest one that is known), or a value
+            is of a wrong type, or not valid.
+
+    Example:
+        >>> config = pydist.Config(model={"compress": "bf16"}, engine={"timeout": 120})
+        >>> config["model"]
+        {'compress': 'bf16'}
+        >>> config.updated(model={"reduction": "sum"})["model"]
+        {'compress': 'bf16', 'reduction': 'sum'}
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: Mapping[str, Any] | None = None,
+        model: Mapping[str, Any] | None = None,
+        optimizer: Mapping[str, Any] | None = None,
+        loader: Mapping[str, Any] | None = None,
+        training: Mapping[str, Any] | None = None,
+    ) -> None:
+        given = {
+            ENGINE: engine,
+            "model": model,
+            "optimizer": optimizer,
+            "loader": loader,
+            "training": training,
+        }
+        self._sources: dict[tuple[str, str], str] = {}
+        self._tables: dict[str, dict[str, Any]] = {}
+        self._add({name: table for name, table in given.items() if table is not None}, ARGUMENT)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Config:
+        """Of a dict of sections, each a dict. See the class for errors."""
+        config = cls()
+        config._add(values, ARGUMENT)
+        return config
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> Config:
+        """Of a file: JSON if its name ends in ".json", otherwise TOML, with a table a section.
+
+        Raises:
+            InvalidUsage: The file can't be read, or as for the class; the message has the path.
+        """
+        config = cls()
+        config._add(read_tables(path), os.fspath(path))
+        return config
+
+    @classmethod
+    def from_deepspeed(cls, config: str | os.PathLike[str] | Mapping[str, Any]) -> Config:
+        """Of DeepSpeed's configuration, a file or a dict: ZeRO, batch sizes, bf16, clipping, Adam.
+
+        What only makes DeepSpeed faster or more talkative is named in a warning.
+
+        Raises:
+            InvalidUsage: Something in it would change the training, and is not understood; the
+                message names all of it.
+        """
+        from pydist.config.deepspeed import translate  # not at import: few need it
+
+        is_dict = isinstance(config, Mapping)
+        translated = cls()
+        source = ARGUMENT if isinstance(config, Mapping) else os.fspath(config)
+        tables = dict(config) if isinstance(config, Mapping) else read_tables(config)
+        where = "DeepSpeed's configuration" if is_dict else source
+        translated._add(translate(tables, where), source)
+        return translated
+
+    def updated(self, **sections: Mapping[str, Any]) -> Config:
+        """A configuration in which these values, by section, go before this one's."""
+        return self.merged(Config(**sections))
+
+    def merged(self, other: Config) -> Config:
+        """A configuration in which the other's values go before this one's."""
+        both = Config()
+        for each in (self, other):
+            for section, table in each._tables.items():
+                both._tables.setdefault(section, {}).update(table)
+            both._sources.update(each._sources)
+        return both
+
+    def __getitem__(self, section: str) -> dict[str, Any]:
+        """What is given in a section, without defaults."""
+        return dict(self._tables.get(section, {}))
+
+    def source_of(self, section: str, name: str) -> str | None:
+        """Where a value is from: "argument", or a file's path; None where there is none."""
+        return self._sources.get((section, name))
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """All that is given, for `from_dict`, or for JSON."""
+        return {section: dict(table) for section, table in self._tables.items() if table}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Config.from_dict({self.to_dict()!r})"
+
+    def _add(self, tables: Mapping[str, Any], source: str) -> None:
+        if not isinstance(tables, Mapping):
+            raise InvalidUsage(f"a configuration is a dict of sections, and this is {tables!r}")
+        where = "pydist.Config" if source == ARGUMENT else source
+        for section, table in tables.items():
+            require_section(section, where)
+            if not isinstance(table, Mapping):
+                raise InvalidUsage(f"{where}: {section} is {table!r}; it must be a table of names")
+            for name, value in table.items():
+                find(section, name, where).require(value, where)
+                self._tables.setdefault(section, {})[name] = value
+                self._sources[section, name] = source
+        _require_valid(self._tables.get(ENGINE, {}), where)
+
+
+# Held while variables are another's.
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _instead(variables: Mapping[str, str]) -> Iterator[None]:
+    """Puts variables into the environment, and takes them out again."""
+    with _lock:
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _require_valid(engine: Mapping[str, Any], source: str) -> None:
+    """Has the engine judge its variables, by the same words as when it reads them."""
+    if not engine:
+        return
+    if "backend" in engine:
+        parse_backend(text_of(engine["backend"]), f"{source}: engine.backend")
+    try:
+        with _instead({variable_of(name): text_of(value) for name, value in engine.items()}):
+            _native.read_environment()
+    except InvalidUsage as error:
+        raise InvalidUsage(f"{source}: {error}") from None
+    finally:
+        # Reading sets what is logged, too.
+        with contextlib.suppress(InvalidUsage):
+            _native.read_environment()

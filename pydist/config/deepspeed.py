@@ -1,0 +1,156 @@
+"""DeepSpeed's configuration in pydist's words."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pydist.errors import InvalidUsage
+
+# What makes DeepSpeed's training faster or lets it tell more, and gives the same weights.
+_WITHOUT_EFFECT = {
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "dump_state",
+    "comms_logger",
+    "flops_profiler",
+    "tensorboard",
+    "wandb",
+    "comet",
+    "csv_monitor",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization.allgather_partitions",
+    "zero_optimization.allgather_bucket_size",
+    "zero_optimization.overlap_comm",
+    "zero_optimization.reduce_scatter",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.contiguous_gradients",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.use_multi_rank_bucket_allreduce",
+}
+
+
+class _Taken:
+    """Tables of which keys are taken one by one, so that those that are left can be named."""
+
+    def __init__(self, tables: Mapping[str, Any], where: str) -> None:
+        self._tables = dict(tables)
+        self.where = where
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """A value; "auto", which another library replaces, is refused."""
+        value = self._tables.pop(name, default)
+        if value == "auto":
+            raise InvalidUsage(
+                f"{self.where}: {name} is 'auto', which the Hugging Face Trainer fills in; write "
+                "the value"
+            )
+        return value
+
+    def table(self, name: str) -> _Taken:
+        """A table within this one; an empty one where it is not there."""
+        value = self.take(name, {})
+        if not isinstance(value, Mapping):
+            raise InvalidUsage(f"{self.where}: {name} is {value!r}; it must be a table")
+        return _Taken(value, f"{self.where}: {name}")
+
+    def rest(self) -> dict[str, Any]:
+        """All that is left, taken."""
+        return {name: self.take(name) for name in list(self._tables)}
+
+    def left(self, prefix: str = "") -> list[str]:
+        """The names of what nobody took, but for what is switched off."""
+
+        def is_off(value: Any) -> bool:
+            if isinstance(value, Mapping):
+                return value.get("enabled") is False or value.get("device") == "none"
+            return value is None or value is False
+
+        return [prefix + name for name, value in self._tables.items() if not is_off(value)]
+
+
+def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """The sections of a `pydist.Config` that mean the same.
+
+    Args:
+        tables: DeepSpeed's configuration.
+        where: its name, for messages.
+
+    Raises:
+        InvalidUsage: some of it would change the training, and is not understood.
+    """
+    given = _Taken(tables, where)
+    training: dict[str, Any] = {
+        "batch_size": given.take("train_batch_size"),
+        "micro_batch_size": given.take("train_micro_batch_size_per_gpu"),
+        "accumulation_steps": given.take("gradient_accumulation_steps"),
+        "clip_grad_norm": given.take("gradient_clipping") or None,
+        "drop_last": given.take("dataloader_drop_last"),
+    }
+    zero = given.table("zero_optimization")
+    stage = zero.take("stage", 0)
+    if stage not in (0, 1, 2):
+        raise InvalidUsage(
+            f"{where}: zero_optimization.stage is {stage!r}; pydist shards the optimizer's state "
+            "and gradients (stages 1 and 2), and keeps parameters whole on every rank"
+        )
+    bf16 = [given.table("bf16"), given.table("bfloat16")]
+    if any(each.take("enabled", False) for each in bf16):
+        training["dtype"] = "bfloat16"
+        # The weights that are updated are kept in float32, as theirs are in every stage. Ours are
+        # where the state is sharded; the numbers are the same.
+        stage = stage or 1
+    if given.table("fp16").take("enabled", False):
+        raise InvalidUsage(
+            f"{where}: fp16.enabled is true: use bf16, or torch.autocast and torch.amp.GradScaler "
+            "around the model"
+        )
+    optimizer = _optimizer(given.table("optimizer"))
+    optimizer["stage"] = stage
+    left = given.left() + zero.left("zero_optimization.")
+    left += [name for each in bf16 for name in each.left("bf16.")]
+    changing = [name for name in left if name not in _WITHOUT_EFFECT]
+    if changing:
+        raise InvalidUsage(
+            f"{where}: pydist does not know {', '.join(changing)}, which would change the "
+            "training: take it out, or do it in the program"
+        )
+    if left:
+        warnings.warn(f"{where}: of no effect here: {', '.join(left)}", stacklevel=3)
+    return {
+        "training": {name: value for name, value in training.items() if value is not None},
+        "optimizer": optimizer,
+    }
+
+
+def _optimizer(given: _Taken) -> dict[str, Any]:
+    kind = given.take("type")
+    if kind is None:
+        return {}
+    params = given.table("params").rest()
+    if left := given.left():
+        raise InvalidUsage(f"{given.where}: pydist does not know {', '.join(left)}")
+    name = str(kind)
+    if name.lower() in ("adam", "adamw"):
+        # Their Adam decays weights as AdamW does unless told otherwise, and their own kernels
+        # decay nothing by default, where torch's AdamW does.
+        decays_apart = params.pop("adam_w_mode", True) or name.lower() == "adamw"
+        if not params.pop("torch_adam", False):
+            params.setdefault("weight_decay", 0.0)
+        name = "AdamW" if decays_apart else "Adam"
+        if params.pop("bias_correction", True) is not True:
+            raise InvalidUsage(f"{given.where}: torch's {name} always corrects its bias")
+    elif name.lower() == "sgd":
+        name = "SGD"
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise InvalidUsage(
+            f"{given.where}.type is {kind!r}, and torch.optim has no such class: pass an optimizer "
+            "to pydist.initialize"
+        )
+    return {"name": name, "params": params}

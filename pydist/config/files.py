@@ -1,0 +1,32 @@
+"""Configurations in files: TOML and JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydist.errors import InvalidUsage
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file says: JSON if its name ends so, otherwise TOML.
+
+    Raises:
+        InvalidUsage: it can't be read, or is something else.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError, RecursionError) as error:  # both parsers raise ValueErrors
+        raise InvalidUsage(f"the configuration {os.fspath(path)} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InvalidUsage(f"the configuration {os.fspath(path)} must be an object of sections")
+    return found

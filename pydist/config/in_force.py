@@ -1,0 +1,230 @@
+"""The configuration in force, and what the calls that it is for were made with.
+
+Note [What goes before what]
+The program's arguments go before variables, these before files, these before defaults. Calls see to
+the first: they take from the configuration what the program has left out. Values of the section
+"engine" are put into the environment, from where the engine and child processes read them: those of
+a file only where no variable is set, those that the program gives also where one is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeAlias, TypeVar
+
+from pydist.config.config import ARGUMENT, Config
+from pydist.config.fields import ENGINE, SECTIONS, add_arguments, fields_of, text_of, variable_of
+from pydist.config.hints import matches
+from pydist.errors import InvalidUsage
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# What a program may pass as `config=`.
+Configuration: TypeAlias = Config | dict[str, Any] | str | os.PathLike[str]
+
+DEFAULT = "default"
+
+# By `pydist.init(config=)`.
+_given: Config | None = None
+# For each variable that a configuration has set: the value before, and where the new one is from.
+_set: dict[str, tuple[str | None, str]] = {}
+# What the last call of each section was made with: value and source, by name.
+_made_with: dict[str, dict[str, tuple[Any, str]]] = {}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value in force."""
+
+    section: str
+    name: str
+    value: Any
+    # A file, a variable, "argument" or "default".
+    source: str
+
+
+@functools.cache
+def _of_file(path: str) -> Config:
+    return Config.from_file(path)
+
+
+def current() -> Config:
+    """The configuration in force: that of `pydist.init`, over that of PYDIST_CONFIG.
+
+    Raises:
+        InvalidUsage: the file that PYDIST_CONFIG names can't be read, or is not valid.
+    """
+    path = os.environ.get("PYDIST_CONFIG")
+    of_file = _of_file(path) if path else Config()
+    return of_file if _given is None else of_file.merged(_given)
+
+
+def configuration_of(given: Configuration | None) -> Config | None:
+    """What a program passes as `config=`: a Config, a dict, or a file's path."""
+    if given is None or isinstance(given, Config):
+        return given
+    return Config.from_dict(given) if isinstance(given, dict) else Config.from_file(given)
+
+
+def use(config: Config | None) -> None:
+    """Puts a configuration in force; None: that of PYDIST_CONFIG alone."""
+    global _given
+    for name, (before, _) in _set.items():
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+    _set.clear()
+    _given = config
+    found = current()
+    for name, value in found[ENGINE].items():
+        variable, source = variable_of(name), found.source_of(ENGINE, name) or ARGUMENT
+        if source == ARGUMENT or not os.environ.get(variable):
+            _set[variable] = (os.environ.get(variable), source)
+            os.environ[variable] = text_of(value)
+
+
+@contextlib.contextmanager
+def entering(config: Config | None) -> Iterator[None]:
+    """Puts a configuration in force, and takes it back where the job can't be entered.
+
+    Without one, what is in force stays so.
+    """
+    if config is None and _given is None:
+        current()  # says what is wrong with the file of PYDIST_CONFIG
+        yield
+        return
+    before = _given
+    use(_given if config is None else config)
+    try:
+        yield
+    except BaseException:
+        use(before)
+        raise
+
+
+def change(config: Config | None) -> None:
+    """Puts more of a configuration in force while a job runs, for the calls that follow.
+
+    Raises:
+        InvalidUsage: it has another value for the engine, which runs with what it has read.
+    """
+    if config is None:
+        return
+    for name, value in config[ENGINE].items():
+        running = os.environ.get(variable_of(name)) or fields_of(ENGINE)[name].default
+        if running != text_of(value):
+            raise InvalidUsage(
+                f"engine.{name}={text_of(value)} comes too late: the job runs already, with "
+                f"{running or 'nothing'} for it. Pass the configuration to the first call of "
+                "pydist.init, which comes before the first pydist.DataParallel, or set "
+                "PYDIST_CONFIG to a file."
+            )
+    use(config if _given is None else _given.merged(config))
+
+
+def forget() -> None:
+    """The job is over: what was given for it counts no more, nor what was made in it."""
+    _made_with.clear()
+    use(None)
+
+
+def use_file_at_import() -> None:
+    """Puts the file of PYDIST_CONFIG in force, if it can be: `pydist.init` says why it can't."""
+    try:
+        use(None)
+    except InvalidUsage:
+        return
+
+
+def takes_from_config(
+    section: str, *, names: Collection[str]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Has a call take arguments that the program leaves out from a section in force.
+
+    Args:
+        section: one of `SECTIONS`.
+        names: of these arguments, which are values that a file can have.
+    """
+
+    def decorate(call: Callable[P, R]) -> Callable[P, R]:
+        signature = inspect.signature(call)
+        add_arguments(section, signature, names, call.__globals__)
+
+        @functools.wraps(call)
+        def taking(*args: P.args, **kwargs: P.kwargs) -> R:
+            config = current()
+            given = signature.bind_partial(*args, **kwargs).arguments
+            more = {
+                name: value
+                for name, value in config[section].items()
+                if name in names and name not in given
+            }
+            note(section, {name: given[name] for name in names if name in given}, more)
+            kwargs.update(more)
+            return call(*args, **kwargs)
+
+        return taking
+
+    return decorate
+
+
+def note(section: str, given: dict[str, Any], taken: dict[str, Any]) -> None:
+    """Notes what a call was made with.
+
+    Args:
+        section: the call's.
+        given: what the program has said.
+        taken: what the configuration has.
+    """
+    config = current()
+    made = {name: (value, ARGUMENT) for name, value in given.items()}
+    made |= {
+        name: (value, config.source_of(section, name) or ARGUMENT) for name, value in taken.items()
+    }
+    _made_with[section] = made
+
+
+def settings() -> list[Setting]:
+    """All values in force and where they are from.
+
+    Those of arguments are what the last call of a section was made with; before the first, what it
+    will find.
+    """
+    config = current()
+    found = []
+    for section in SECTIONS:
+        for name, field in fields_of(section).items():
+            if section == ENGINE:
+                variable = variable_of(name)
+                text = os.environ.get(variable)
+                source = _set[variable][1] if variable in _set else variable
+                value, source = (text, source) if text else (field.default, DEFAULT)
+            elif section in _made_with:
+                value, source = _made_with[section].get(name, (field.default, DEFAULT))
+            else:
+                value = config[section].get(name, field.default)
+                source = config.source_of(section, name) or DEFAULT
+            found.append(Setting(section, name, value, source))
+    return found
+
+
+# Of the section "engine", what belongs to a machine or to one run.
+_NOT_SAVED = {"host_id", "interface", "ports", "timeline", "dump", "faults", "log"}
+
+
+def to_save() -> dict[str, dict[str, Any]]:
+    """What a checkpoint keeps: what is in force and makes the training what it is, but defaults."""
+    kept: dict[str, dict[str, Any]] = {}
+    for each in settings():
+        field = fields_of(each.section)[each.name]
+        belongs_here = each.section == ENGINE and each.name in _NOT_SAVED
+        if each.source != DEFAULT and not belongs_here and matches(each.value, field.hint):
+            kept.setdefault(each.section, {})[each.name] = each.value
+    return kept

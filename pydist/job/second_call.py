@@ -1,0 +1,42 @@
+"""What a second call of `pydist.init` may ask for: what the first one did."""
+
+from datetime import timedelta
+
+from pydist import _native
+from pydist.config.variables import parse_backend
+from pydist.errors import InvalidUsage
+from pydist.job.current import Membership
+
+
+def require_same(
+    running: Membership,
+    backend: str | None,
+    timeout: timedelta | None,
+) -> None:
+    """Raises InvalidUsage where a job that runs has another setting than one that is asked for."""
+    if backend is not None:
+        wanted = parse_backend(backend, "backend=")
+        if wanted not in ("auto", running.backend):
+            raise InvalidUsage(
+                f"pydist runs on backend '{running.backend}' already, so backend='{wanted}' can't "
+                "be had now; ask for it in the first call, or call pydist.shutdown() before."
+            )
+    require_timeout(
+        running.communicator,
+        timeout,
+        "pydist runs",
+        "give it in the first call of pydist.init(), which comes before the first "
+        "pydist.DataParallel, set PYDIST_TIMEOUT, or call pydist.shutdown() before.",
+    )
+
+
+def require_timeout(
+    running: _native.Communicator, wanted: timedelta | None, what: str, remedy: str
+) -> None:
+    """Raises InvalidUsage where a group that runs has another time-out than the one asked for."""
+    # The engine counts in milliseconds.
+    if wanted is not None and abs(wanted.total_seconds() - running.timeout) >= 0.001:
+        raise InvalidUsage(
+            f"{what} with a time-out of {running.timeout:g} s already, so timeout="
+            f"{wanted.total_seconds():g} can't be had now: {remedy}"
+        )

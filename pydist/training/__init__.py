@@ -1,0 +1,1 @@
+"""Everything that training needs, made of one configuration: `pydist.initialize`."""

@@ -1,0 +1,165 @@
+"""`pydist.initialize`: model, optimizer, loader and scheduler, ready for several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from pydist.config import in_force
+from pydist.config.in_force import Configuration
+from pydist.errors import InvalidUsage
+from pydist.job import membership
+from pydist.job.arguments import a_type
+from pydist.sampling.loader import PreparedLoader, prepare
+from pydist.sharding.optimizer import ShardedOptimizer
+from pydist.training.batch_sizes import batch_sizes
+from pydist.training.engine import Engine
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+    data: Dataset[Any] | DataLoader[Any] | None = None,
+    *,
+    lr_scheduler: Callable[[Optimizer], Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Configuration | None = None,
+) -> tuple[Engine, Optimizer, PreparedLoader[Any] | None, Any]:
+    """Makes what DeepSpeed's `initialize` makes, of a model and a configuration. All ranks call it.
+
+    Joins the job if need be. `Config.from_deepspeed` reads DeepSpeed's own configurations.
+
+    Args:
+        model: As for `pydist.DataParallel`; with `training.dtype` its parameters are converted.
+        optimizer: One of torch's over parameters of the model, which has made no step; or what
+            makes one of parameters. By default the class `optimizer.name` of torch.optim with
+            `optimizer.params`. With `optimizer.stage` 1 or 2, a `pydist.ShardedOptimizer` of its
+            class, groups and options takes its place.
+        data: A data set, which is shuffled and cut into batches of `training.micro_batch_size`; or
+            a loader, as for `pydist.prepare`, whose batches have that size.
+        lr_scheduler: Makes a scheduler of the optimizer, as `lambda optimizer: StepLR(optimizer,
+            10)`. It steps with the optimizer.
+        collate_fn: Of the loader that is made of a data set.
+        config: As for `pydist.init`; by default what is in force.
+
+    Returns:
+        The model, whose `backward` and `step` are called for each batch; the optimizer; the
+        prepared loader and the scheduler, each None where there is none.
+
+    Raises:
+        InvalidUsage: An argument is not supported; sizes of batches contradict each other; there is
+            no optimizer, or one that can't be sharded; or as for `pydist.init`.
+    """
+    membership.init(config=config)
+    settings = in_force.current()
+    training, choice = settings["training"], settings["optimizer"]
+    in_force.note("training", {}, training)
+    sizes = batch_sizes(
+        training.get("batch_size"),
+        training.get("micro_batch_size"),
+        training.get("accumulation_steps"),
+        membership.world_size(),
+    )
+    stage = choice.get("stage", 0)
+    dtype = training.get("dtype")
+    if dtype == "bfloat16" and stage == 0:
+        raise InvalidUsage(
+            "training.dtype='bfloat16' updates weights in float32, and a pydist.ShardedOptimizer "
+            "keeps these: set optimizer.stage to 1 or 2"
+        )
+    if dtype is not None:
+        model.to(getattr(torch, dtype))
+    engine = Engine(model)
+    engine.accumulation_steps = sizes.accumulation_steps
+    engine.clip_grad_norm = training.get("clip_grad_norm")
+    engine.optimizer = _optimizer(engine, optimizer, choice, stage)
+    if lr_scheduler is not None:
+        if not callable(lr_scheduler):
+            raise InvalidUsage(
+                f"lr_scheduler is {a_type(lr_scheduler)}; pass what makes one of the optimizer, as "
+                "lambda optimizer: StepLR(optimizer, 10)"
+            )
+        engine.lr_scheduler = lr_scheduler(engine.optimizer)
+    loader = None if data is None else _loader(data, sizes.micro_batch_size, collate_fn, training)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _require_in(optimizer: Optimizer, model: nn.Module) -> None:
+    own = set(model.parameters())
+    others = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    if others:
+        raise InvalidUsage(
+            f"the optimizer has {len(others)} parameters that are not the model's: make it of "
+            "model.parameters()"
+        )
+
+
+def _optimizer(
+    engine: Engine,
+    given: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None,
+    choice: dict[str, Any],
+    stage: int,
+) -> Optimizer:
+    if given is None:
+        name = choice.get("name")
+        if name is None:
+            raise InvalidUsage(
+                "there is no optimizer: pass one, or set optimizer.name to a class of torch.optim"
+            )
+        found = getattr(torch.optim, name, None)
+        if not (isinstance(found, type) and issubclass(found, Optimizer)):
+            raise InvalidUsage(f"optimizer.name is {name!r}, and torch.optim has no such class")
+        params = choice.get("params", {})
+        try:
+            made = found(engine.parameters(), **params)
+        except (TypeError, ValueError) as error:
+            raise InvalidUsage(f"optimizer.params does not fit {name}: {error}") from error
+    elif "name" in choice or "params" in choice:
+        raise InvalidUsage(
+            "an optimizer is passed, and the configuration names another one: leave out "
+            "optimizer.name and optimizer.params, or don't pass it"
+        )
+    else:
+        made = given if isinstance(given, Optimizer) else given(engine.parameters())
+        if not isinstance(made, Optimizer):
+            raise InvalidUsage(f"optimizer makes {a_type(made)}; it must make a torch optimizer")
+    _require_in(made, engine)
+    if stage == 0 or isinstance(made, ShardedOptimizer):
+        return made
+    if made.state:
+        raise InvalidUsage(
+            "the optimizer has a state already, which is not sharded: pass a new one, and load "
+            "the state into what pydist.initialize returns"
+        )
+    groups = [dict(group) for group in made.param_groups]
+    return ShardedOptimizer(groups, type(made))
+
+
+def _loader(
+    data: Dataset[Any] | DataLoader[Any],
+    micro_batch_size: int | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    training: dict[str, Any],
+) -> PreparedLoader[Any]:
+    if not isinstance(data, DataLoader):
+        if micro_batch_size is None:
+            raise InvalidUsage(
+                "a data set needs training.micro_batch_size or training.batch_size; or pass a "
+                "loader, which has a batch size of its own"
+            )
+        drop_last = training.get("drop_last", False)
+        data = DataLoader(
+            data, micro_batch_size, shuffle=True, collate_fn=collate_fn, drop_last=drop_last
+        )
+    elif micro_batch_size is not None and data.batch_size not in (None, micro_batch_size):
+        raise InvalidUsage(
+            f"the loader's batch_size is {data.batch_size}, and the configuration's "
+            f"micro_batch_size {micro_batch_size}: set one of them to the other, or pass the data "
+            "set instead"
+        )
+    return data if isinstance(data, PreparedLoader) else prepare(data)

@@ -1,0 +1,124 @@
+"""What a configuration takes, from where, and what it refuses."""
+
+import json
+import os
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pydist import Config, InvalidUsage
+from pydist.config.hints import in_words, matches
+
+TOML = """
+[engine]
+timeout = 77
+debug = true
+interface = ["eth0", "eth1"]
+
+[model]
+compress = "bf16"
+bucket_cap_mb = 4
+
+[optimizer]
+name = "AdamW"
+params = { lr = 0.001, betas = [0.9, 0.95] }
+stage = 2
+"""
+TABLES = {
+    "engine": {"timeout": 77, "debug": True, "interface": ["eth0", "eth1"]},
+    "model": {"compress": "bf16", "bucket_cap_mb": 4},
+    "optimizer": {"name": "AdamW", "params": {"lr": 0.001, "betas": [0.9, 0.95]}, "stage": 2},
+}
+
+
+def test_a_file_of_either_kind_says_the_same_as_a_dict(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(TOML)
+    (tmp_path / "a.json").write_text(json.dumps(TABLES))
+    of_toml = Config.from_file(tmp_path / "a.toml")
+    assert of_toml.to_dict() == TABLES
+    assert of_toml == Config.from_file(tmp_path / "a.json") == Config.from_dict(TABLES)
+    assert of_toml == Config(**TABLES) == pickle.loads(pickle.dumps(of_toml))
+    assert of_toml.source_of("model", "compress") == str(tmp_path / "a.toml")
+    assert Config(**TABLES).source_of("model", "compress") == "argument"
+    assert of_toml.source_of("model", "reduction") is None
+
+
+def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(TOML)
+    config = Config.from_file(tmp_path / "a.toml")
+    updated = config.updated(model={"compress": None})
+    assert updated["model"] == {"compress": None, "bucket_cap_mb": 4}
+    assert updated.source_of("model", "compress") == "argument"
+    assert updated.source_of("model", "bucket_cap_mb") == str(tmp_path / "a.toml")
+    assert config["model"]["compress"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"modle": {}}, "there is no section 'modle'; did you mean 'model'?"),
+        ({"model": 3}, "model is 3; it must be a table of names"),
+        ({"model": {"compres": None}}, "no model.compres; did you mean model.compress?"),
+        ({"loader": {"stage": 1}}, "no loader.stage; did you mean optimizer.stage?"),
+        ({"model": {"compress": "int8"}}, "'int8'; it must be 'bf16', 'fp16' or None"),
+        ({"model": {"bucket_cap_mb": "25"}}, "'25'; it must be a number or None"),
+        ({"model": {"init_sync": 1}}, "model.init_sync is 1; it must be true or false"),
+        ({"model": {"process_group": None}}, "there is no model.process_group"),
+        ({"optimizer": {"stage": True}}, "optimizer.stage is True; it must be 0, 1 or 2"),
+        ({"training": {"batch_size": 2.5}}, "2.5; it must be a whole number or None"),
+        ({"engine": {"timeout": -1}}, "PYDIST_TIMEOUT='-1' is not valid"),
+        ({"engine": {"backend": "mpi"}}, "engine.backend='mpi' is not valid"),
+        ({"engine": {"chunk_byte": 1}}, "did you mean engine.chunk_bytes?"),
+        ({"engine": {"job_secret": "x" * 40}}, "set PYDIST_JOB_SECRET"),
+    ],
+)
+def test_what_is_not_known_or_not_valid_is_refused(
+    tables: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidUsage, match=re.escape(message)):
+        Config.from_dict(tables)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(tables))
+    with pytest.raises(InvalidUsage, match=re.escape(message)) as caught:
+        Config.from_file(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[model\n", '["a"]', "", "[" * 100_000])
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    path.write_text(content)
+    if (content, suffix) == ("", "toml"):
+        assert Config.from_file(path).to_dict() == {}
+        return
+    with pytest.raises(InvalidUsage, match=re.escape(str(path))):
+        Config.from_file(path)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidUsage, match=r"none\.toml can't be read"):
+        Config.from_file(tmp_path / "none.toml")
+
+
+def test_a_refused_value_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYDIST_TIMEOUT", "5")
+    monkeypatch.delenv("PYDIST_CHUNK_BYTES", raising=False)
+    before = dict(os.environ)
+    with pytest.raises(InvalidUsage):
+        Config(engine={"timeout": 3, "chunk_bytes": 1})
+    assert dict(os.environ) == before
+
+
+def test_values_are_of_exactly_the_annotated_type() -> None:
+    assert matches(1, float)
+    assert not matches(True, float)
+    assert not matches(True, int)
+    assert not matches(1.0, int)
+    assert matches([1, 2], list[int] | None)
+    assert not matches([1, "2"], list[int])
+    assert matches({"a": [1]}, dict[str, Any])
+    assert in_words(list[int] | None) == "a list of whole numbers or None"

@@ -1,0 +1,166 @@
+"""Whose word counts: the program's, a variable's, a file's, a default's."""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import run_command, run_ranks
+from torch.utils.data import DataLoader
+
+import pydist
+from pydist.config import in_force
+
+FILE = {
+    "engine": {"timeout": 77, "chunk_bytes": 65536},
+    "model": {"compress": "bf16", "bucket_cap_mb": 1, "reduction": "sum"},
+    "optimizer": {"stage": 2},
+    "loader": {"pad": "drop", "seed": 5},
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(FILE))
+    return str(path)
+
+
+def sources() -> dict[str, tuple[Any, str]]:
+    return {f"{s.section}.{s.name}": (s.value, s.source) for s in in_force.settings()}
+
+
+def use_all() -> tuple[dict[str, tuple[Any, str]], float, dict[str, Any], dict[str, Any]]:
+    """Makes a wrapper, an optimizer and a loader of which the program says a little."""
+    pydist.init()
+    timeout = pydist.job.current.job.membership.communicator.timeout
+    model = pydist.DataParallel(torch.nn.Linear(3, 1), compress=None)
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    loader = pydist.prepare(DataLoader(range(5), batch_size=1, shuffle=True))
+    made = {
+        "reduction": model._settings.reduction,
+        "compress": model._settings.compress,
+        "caps": model._settings.caps_bytes,
+        "batches": len(loader),
+    }
+    with pytest.raises(pydist.InvalidUsage, match="stage=2"):
+        # The file's, which a model in no wrapper of ours can't have.
+        pydist.ShardedOptimizer(torch.nn.Linear(1, 1).parameters(), torch.optim.SGD)
+    del optimizer
+    return sources(), timeout, made, in_force.to_save()
+
+
+def test_the_program_goes_before_variables_and_these_before_the_file(file: str) -> None:
+    env = {"PYDIST_CONFIG": file, "PYDIST_CHUNK_BYTES": "131072"}
+    found, timeout, made, saved = run_ranks(use_all, 2, env=env, method="spawn")[1]
+    assert timeout == 77
+    assert made == {"reduction": "sum", "compress": None, "caps": (1 << 20,), "batches": 2}
+    assert found["engine.timeout"] == ("77", file)
+    assert found["engine.chunk_bytes"] == ("131072", "PYDIST_CHUNK_BYTES")
+    assert found["engine.debug"] == ("0", "default")
+    assert found["model.compress"] == (None, "argument")
+    assert found["model.reduction"] == ("sum", file)
+    assert found["model.init_sync"] == (True, "default")
+    assert found["loader.pad"] == ("drop", file)
+    assert saved["model"] == {"compress": None, "bucket_cap_mb": 1, "reduction": "sum"}
+    assert saved["engine"]["timeout"] == "77"
+    assert "config" not in saved["engine"]
+
+
+def given_to_init(file: str) -> list[Any]:
+    config = pydist.Config.from_file(file).updated(engine={"chunk_bytes": 262144})
+    pydist.init(config=config)
+    seen = [
+        sources()["engine.chunk_bytes"],
+        sources()["engine.timeout"],
+        pydist.DataParallel(torch.nn.Linear(3, 1))._settings.reduction,
+    ]
+    pydist.init(config={"model": config["model"]})
+    with pytest.raises(pydist.InvalidUsage, match=r"engine\.chunk_bytes=4096 comes too late"):
+        pydist.init(config={"engine": {"chunk_bytes": 4096}})
+    pydist.init(config={"engine": {"debug": False}, "model": {"reduction": "mean"}})
+    seen.append(pydist.DataParallel(torch.nn.Linear(3, 1))._settings.reduction)
+    pydist.shutdown()
+    seen.append(sources()["engine.chunk_bytes"])
+    seen.append(sources()["model.compress"])
+    return seen
+
+
+def test_what_init_is_given_lasts_until_shutdown(file: str) -> None:
+    env = {"PYDIST_CHUNK_BYTES": "131072", "PYDIST_TIMEOUT": "99"}
+    for seen in run_ranks(given_to_init, 2, file, env=env, method="spawn"):
+        assert seen == [
+            # What the program says goes before the variable, what its file says does not.
+            ("262144", "argument"),
+            ("99", "PYDIST_TIMEOUT"),
+            "sum",
+            "mean",
+            ("131072", "PYDIST_CHUNK_BYTES"),
+            (None, "default"),
+        ]
+
+
+def saves_and_asks(folder: str) -> list[Any]:
+    pydist.init(config={"model": {"reduction": "sum"}, "engine": {"host_id": "a"}})
+    model = pydist.DataParallel(torch.nn.Linear(3, 1), compress="fp16")
+    pydist.save(folder, model=model)
+    config = pydist.checkpoint.config_of(folder)
+    pydist.shutdown()
+    pydist.init(config=config)
+    again = pydist.DataParallel(torch.nn.Linear(3, 1))._settings
+    return [config["model"], config["engine"].get("host_id"), again.reduction, again.compress]
+
+
+def test_a_checkpoint_knows_how_its_training_was_set_up(tmp_path: Path) -> None:
+    for found in run_ranks(saves_and_asks, 2, str(tmp_path / "c"), method="spawn"):
+        assert found == [{"reduction": "sum", "compress": "fp16"}, None, "sum", "fp16"]
+
+
+def test_info_tells_where_values_are_from(file: str) -> None:
+    command = [sys.executable, "-m", "pydist", "info", "--json"]
+    report = json.loads(run_command(command, env={"PYDIST_CONFIG": file}).stdout)
+    found = {f"{s['section']}.{s['name']}": s for s in report["configuration"]}
+    assert (found["model.compress"]["value"], found["model.compress"]["source"]) == ("bf16", file)
+    assert found["optimizer.stage"]["source"] == file
+    assert found["model.check_every"]["source"] == "default"
+    shown = run_command(command[:-1], env={"PYDIST_CONFIG": file}).stdout
+    assert "model.compress" in shown
+
+
+def test_a_file_that_is_not_valid_is_told_by_info_and_refused_by_init(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text("[model]\ncompres = 'bf16'\n")
+    env = {"PYDIST_CONFIG": str(path)}
+    report = json.loads(
+        run_command([sys.executable, "-m", "pydist", "info", "--json"], env=env).stdout
+    )
+    assert "did you mean model.compress?" in report["invalid_environment"]
+    program = "import pydist\ntry: pydist.init()\nexcept pydist.InvalidUsage as e: print(e)"
+    told = run_command([sys.executable, "-c", program], env=env).stdout
+    assert told.startswith(f"{path}: there is no model.compres")
+
+
+def warns_of_lines() -> list[tuple[str, str]]:
+    pydist.init()
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    module = torch.nn.Linear(1, 1)
+    module._ddp_params_and_buffers_to_ignore = ["none"]  # type: ignore[assignment]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pydist.prepare(DataLoader(Stream()))
+        pydist.DataParallel(module)
+        pydist.DataParallel(torch.nn.Linear(1, 1), check_reduction=True)
+    return [(Path(each.filename).name, str(each.message)[:20]) for each in caught]
+
+
+def test_warnings_are_of_the_programs_lines() -> None:
+    """Not of the call that takes something from a configuration."""
+    for told in run_ranks(warns_of_lines, 2):
+        assert [name for name, _ in told] == ["test_in_force.py"] * 3, told

@@ -1,0 +1,197 @@
+"""`pydist.initialize`: the weights of a loop written by hand, and of one process."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from launch import rank_outcomes, run_ranks
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pydist
+from pydist.training.batch_sizes import BatchSizes, batch_sizes
+
+SAMPLES = 48
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 5, dtype=torch.float64, generator=generator)
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()
+
+
+def by_one_process(make: Callable[..., torch.optim.Optimizer]) -> list[Tensor]:
+    """Six steps of eight samples each, in the order of the data, clipped and scheduled."""
+    model = network()
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for x, y in DataLoader(data(), batch_size=8):
+        nn.functional.mse_loss(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.05)
+
+
+def train(config: dict[str, Any], way: str) -> tuple[int, list[Tensor], str]:
+    model = network()
+    optimizer: Any = {"made": adamw, "given": adamw(model.parameters()), "named": None}[way]
+    engine, optimizer, loader, schedule = pydist.initialize(
+        model,
+        optimizer,
+        DataLoader(data(), batch_size=2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        config=config,
+    )
+    assert loader is not None
+    assert schedule.optimizer is optimizer
+    for x, y in loader:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    return (
+        engine.global_steps,
+        [p.detach().clone() for p in engine.parameters()],
+        str(type(optimizer)),
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("way", ["made", "given", "named"])
+def test_training_is_that_of_one_process(stage: int, way: str) -> None:
+    config: dict[str, Any] = {
+        "training": {"batch_size": 8, "micro_batch_size": 2, "clip_grad_norm": 0.1},
+        "optimizer": {"stage": stage},
+    }
+    if way == "named":
+        config["optimizer"] |= {"name": "AdamW", "params": {"lr": 0.05}}
+    expected = by_one_process(adamw)
+    for steps, parameters, kind in run_ranks(train, 2, config, way):
+        assert steps == SAMPLES // 8
+        assert ("ShardedOptimizer" in kind) == (stage > 0)
+        for found, wanted in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def trains_in_16_bits() -> list[list[Tensor]]:
+    """With DeepSpeed's configuration, and by hand."""
+    config = pydist.Config.from_deepspeed(
+        {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "zero_optimization": {"stage": 1},
+        }
+    )
+    torch.manual_seed(3)
+    engine, _, loader, _ = pydist.initialize(network(), data=data(), config=config)
+    assert loader is not None
+    for x, y in loader:
+        engine.backward(nn.functional.mse_loss(engine(x.bfloat16()), y.bfloat16()))
+        engine.step()
+
+    torch.manual_seed(3)
+    model = pydist.DataParallel(network().bfloat16())
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.01, weight_decay=0)
+    loader = pydist.prepare(DataLoader(data(), batch_size=4, shuffle=True))
+    for index, (x, y) in enumerate(loader):
+        with contextlib.nullcontext() if index % 2 else model.no_sync():
+            (nn.functional.mse_loss(model(x.bfloat16()), y.bfloat16()) / 2).backward()
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [[p.detach().clone() for p in each.parameters()] for each in (engine, model)]
+
+
+def test_deepspeeds_configuration_trains_in_16_bits() -> None:
+    for by_engine, by_hand in run_ranks(trains_in_16_bits, 2):
+        assert {p.dtype for p in by_engine} == {torch.bfloat16}
+        assert all(map(torch.equal, by_engine, by_hand))
+        assert not torch.equal(by_engine[0], network()[0].weight.bfloat16())
+
+
+def rounds(config: dict[str, Any]) -> int:
+    engine, *_ = pydist.initialize(network(), adamw, config=config)
+    before = engine.stats().rounds
+    for x, y in DataLoader(data(), batch_size=4):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+    return engine.stats().rounds - before
+
+
+def test_accumulated_gradients_travel_once() -> None:
+    assert run_ranks(rounds, 2, {"training": {"accumulation_steps": 4}}) == [3, 3]
+
+
+def out_of_turn() -> list[str]:
+    engine, *_ = pydist.initialize(network(), adamw)
+    told = []
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        engine.step()
+    told.append(str(caught.value))
+    x, y = data()[:4]
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+    told.append(str(caught.value))
+    return told
+
+
+def test_calls_out_of_turn_are_refused() -> None:
+    (first, second), _ = run_ranks(out_of_turn, 2)
+    assert "call backward(loss) before" in first
+    assert "backward() was called twice" in second
+
+
+def initialize(config: dict[str, Any], optimizer: str, batch_size: int | None) -> None:
+    given = {"": None, "made": adamw, "other": adamw(network().parameters())}[optimizer]
+    loader: Any = data() if batch_size is None else DataLoader(data(), batch_size=batch_size)
+    pydist.initialize(network(), given, loader, config=config)
+
+
+@pytest.mark.parametrize(
+    ("config", "optimizer", "batch_size", "message"),
+    [
+        ({}, "", 2, "there is no optimizer"),
+        ({"optimizer": {"name": "Adan"}}, "", 2, "torch.optim has no such class"),
+        ({"optimizer": {"name": "SGD", "params": {"l": 1}}}, "", 2, "does not fit SGD"),
+        ({"optimizer": {"name": "SGD"}}, "made", 2, "names another one"),
+        ({}, "other", 2, "4 parameters that are not the model's"),
+        ({}, "made", None, "needs training.micro_batch_size"),
+        ({"training": {"micro_batch_size": 3}}, "made", 2, "batch_size is 2"),
+        ({"training": {"batch_size": 7}}, "made", None, "is not micro_batch_size (3)"),
+        ({"training": {"dtype": "bfloat16"}}, "made", 2, "set optimizer.stage to 1 or 2"),
+        ({"training": {"batch_sizes": 7}}, "made", 2, "did you mean training.batch_size?"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(
+    config: dict[str, Any], optimizer: str, batch_size: int | None, message: str
+) -> None:
+    for outcome in rank_outcomes(initialize, 2, config, optimizer, batch_size):
+        assert outcome.error == "InvalidUsage", outcome
+        assert re.search(re.escape(message), outcome.message), outcome.message
+
+
+def test_sizes_complete_each_other() -> None:
+    assert batch_sizes(32, None, None, 4) == BatchSizes(8, 1)
+    assert batch_sizes(32, 2, None, 4) == BatchSizes(2, 4)
+    assert batch_sizes(32, None, 2, 4) == BatchSizes(4, 2)
+    assert batch_sizes(32, 4, 2, 4) == BatchSizes(4, 2)
+    assert batch_sizes(None, 4, None, 4) == BatchSizes(4, 1)
+    assert batch_sizes(None, None, 3, 4) == BatchSizes(None, 3)
+    for wrong in ((32, 4, 3, 4), (30, None, None, 4), (3, 4, None, 4), (0, None, None, 1)):
+        with pytest.raises(pydist.InvalidUsage):
+            batch_sizes(*wrong)
