@@ -5,16 +5,7 @@ import os
 import signal
 import sys
 
-# What each process does before it becomes the script's: it asks the kernel to end it with the
-# thread that has started it, the launcher's main one. A launcher that is killed tidies up nothing.
-_TIE = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() != {launcher}: sys.exit(1)
-command = {interpreter} + sys.argv[1:]
-try: os.execvp(command[0], command)
-except OSError as error: sys.exit(command[0] + ": " + str(error))
-"""
+from pydist.job.tied_start import tied
 
 
 def tie(options: argparse.Namespace) -> None:
@@ -29,7 +20,7 @@ def tie(options: argparse.Namespace) -> None:
     if options.run_path or (options.no_python and options.module):
         return
     command = [options.training_script, *options.training_script_args]
-    interpreter = "[]"
+    by_this_python = False
     if not options.no_python:
         command = ["-u", *(["-m"] if options.module else []), *command]
         # torch names a failed job after the first argument that is no flag: the script, unless the
@@ -37,11 +28,10 @@ def tie(options: argparse.Namespace) -> None:
         if (python := os.environ.get("PYTHON_EXEC", sys.executable)) != sys.executable:
             command.insert(0, python)
         else:
-            interpreter = "[sys.executable]"
-    program = _TIE.format(launcher=os.getpid(), interpreter=interpreter)
+            by_this_python = True
     options.no_python, options.module = True, False
     options.training_script = sys.executable
-    options.training_script_args = ["-I", "-S", f"-c{program}", *command]
+    options.training_script_args = tied(command, by_this_python=by_this_python)
 
 
 def signals_to_handle() -> str:

@@ -28,7 +28,7 @@ class Config:
     before files, and these before defaults.
 
     Args:
-        engine: The variables of the engine, without PYDIST_ and in lower case: `backend`,
+        engine: The variables of the engine, in lower case and without their first word: `backend`,
             `timeout`, `chunk_bytes`. A job's secret is not among them.
         model: Arguments of `pydist.DataParallel`, such as `compress`.
         optimizer: Arguments of `pydist.ShardedOptimizer`; for `pydist.initialize` also `name`,

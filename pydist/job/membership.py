@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,9 @@ from pydist.job.meeting.launcher_news import require_none_ended
 from pydist.job.meeting.rendezvous import meet
 from pydist.job.meeting.store_waits import wait_for_keys
 from pydist.job.second_call import require_same, require_timeout
+
+if TYPE_CHECKING:
+    from pydist.gpu.selection import Gpus
 
 __all__ = [
     "abort",
@@ -52,8 +56,14 @@ def init(
     *,
     timeout: float | timedelta | None = None,
     config: Configuration | None = None,
+    processes: int | None = None,
+    gpus: "Gpus | None" = None,
 ) -> None:
     """Joins the job that the launcher describes in the environment. Every rank calls it.
+
+    Without a launcher, `processes` or `gpus` have the script started again for the other ranks of
+    this host, with its arguments: what stands above the call runs in each of them. This process is
+    rank 0, also in a debugger. When one rank fails, all end.
 
     Creates torch.distributed's default process group on backend "pydist", so that
     `torch.distributed.*` works too. Where there is a default group already, on whatever backend,
@@ -73,6 +83,9 @@ def init(
             default the value of PYDIST_TIMEOUT, and 600 without one.
         config: a `pydist.Config`, a dict of its sections, or a file that has them: in force until
             `shutdown`. A later call may bring more of it, but not for the engine.
+        processes: how many ranks, this one among them; under a launcher the number that it has
+            started. By default one for each of `gpus`.
+        gpus: the GPUs that the ranks see, as for `pydist.spawn`; under a launcher it chooses them.
 
     Raises:
         InvalidUsage: an argument is of a wrong type; the backend is unknown, or another one than
@@ -80,7 +93,8 @@ def init(
             the environment describes half a job (the message names what is missing), or shows a
             launcher of several processes that is not understood; NCCL was asked for and a rank has
             no GPU, or shares one (the message names the ranks and the GPU); the process was forked
-            from a rank amid its job.
+            from a rank amid its job; `processes` is not the launcher's number; or there are no such
+            `gpus`, or too few, or the program is no script that can be started again.
         Mismatch: the ranks were asked for different backends, or run different versions.
         PeerLost: the process has been in a job whose ranks would meet again here, and can see that
             one of them has died: `pydist.reform` goes on with those that are left.
@@ -98,9 +112,13 @@ def init(
     _native.require_not_forked()
     with lock:
         if is_initialized():
-            require_same(_joined(), backend, wait)
+            require_same(_joined(), backend, wait, processes)
             in_force.change(configuration)
             return
+        if processes is not None or gpus is not None:
+            from pydist.job.own_ranks import start_own_ranks  # not at import: few need it
+
+            start_own_ranks(processes, gpus)
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
         with in_force.entering(configuration), entering():

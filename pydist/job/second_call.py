@@ -12,8 +12,15 @@ def require_same(
     running: Membership,
     backend: str | None,
     timeout: timedelta | None,
+    processes: int | None,
 ) -> None:
     """Raises InvalidUsage where a job that runs has another setting than one that is asked for."""
+    if processes not in (None, running.world_size):
+        raise InvalidUsage(
+            f"the job runs with {running.world_size} rank(s) already, so processes={processes} "
+            "can't be had now: give it in the first call of pydist.init(), which comes before the "
+            "first pydist.DataParallel."
+        )
     if backend is not None:
         wanted = parse_backend(backend, "backend=")
         if wanted not in ("auto", running.backend):

@@ -22,9 +22,9 @@ NAMES = {
     for own in table.values()
     for name in own
 }
-# Of Python's: there is no public road to a caller's frame, to argparse's idea of a number, or to
-# whether a process is being started.
-OF_PYTHON = {"_getframe", "_negative_number_matcher", "_inheriting"}
+# Of Python's: there is no public road to a caller's frame, to argparse's idea of a number, to
+# whether a process is being started, or to another exit status once the interpreter ends.
+OF_PYTHON = {"_getframe", "_negative_number_matcher", "_inheriting", "_exit"}
 # Of frameworks, in the one module of each that meets it. Where a version of the framework has
 # dropped one, tests/frameworks fails.
 OF_FRAMEWORKS = {

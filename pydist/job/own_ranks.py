@@ -1,0 +1,234 @@
+"""The other ranks of a script that nobody has launched: `pydist.init(processes=4)`.
+
+This process becomes rank 0, so a debugger stays in it, and starts its own script again for each of
+the others, which find their job in the environment. Whoever fails ends all: a thread of this
+process watches the others, and the kernel ends them with this process.
+"""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pydist.errors import InvalidUsage
+from pydist.gpu import selection
+from pydist.job.launchers import read_placement
+from pydist.job.meeting.local_store import serve_local_store
+from pydist.job.spawn import job_variables
+from pydist.job.spawn_results import how_it_ended
+from pydist.job.tied_start import tied
+
+# How long ranks get to end by themselves once one has failed, and again after SIGTERM.
+_GRACE_S = 3.0
+# How often the others are looked at.
+_LOOK_S = 0.1
+# After how long it is said for whom this process waits at its end.
+_PATIENCE_S = 10.0
+
+
+@dataclass
+class _Others:
+    """The ranks that this process has started; rank 1 is the first."""
+
+    processes: list[subprocess.Popen[bytes]]
+    # Where all meet. Served here, so it must live as long as this process.
+    store: dist.TCPStore
+    pid: int
+
+    def running(self) -> list[int]:
+        return [i + 1 for i, each in enumerate(self.processes) if each.poll() is None]
+
+    def failed(self) -> list[int]:
+        return [i + 1 for i, each in enumerate(self.processes) if each.poll() not in (None, 0)]
+
+
+_others: _Others | None = None
+
+
+def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> None:
+    """Starts this script again for all ranks but the first, which this process becomes.
+
+    Does nothing in those, nor where a launcher has started as many.
+
+    Args:
+        processes: How many ranks; None: one for each of `gpus`.
+        gpus: As for `pydist.spawn`; None: whichever are visible.
+
+    Raises:
+        InvalidUsage: `processes` is less than 1, or another number than a launcher's; there are no
+            such GPUs, or the program has used one already; nobody can tell how to start the
+            program again.
+    """
+    if processes is not None and (isinstance(processes, bool) or processes < 1):
+        raise InvalidUsage(f"processes={processes!r} is not valid; it must be 1 or more.")
+    placement = read_placement()
+    if placement.launcher != "no launcher":
+        if processes is not None and processes != placement.world_size:
+            raise InvalidUsage(
+                f"processes={processes} asks for {processes} ranks, and {placement.launcher} say "
+                f"that there are {placement.world_size}: leave processes= out under a launcher, or "
+                "start the script without one."
+            )
+        return
+    variables: dict[str, str] = {}
+    if gpus is not None:
+        chosen = selection.choose_gpus(gpus)
+        variables = selection.gpu_variables(chosen)
+        if chosen:
+            if torch.cuda.is_initialized():
+                raise InvalidUsage(
+                    f"gpus={gpus!r} comes too late: the program has used a GPU already. Call "
+                    "pydist.init before."
+                )
+            processes = selection.process_count(
+                chosen, processes, f"gpus={gpus!r}", f"processes={processes}"
+            )
+    os.environ.update(variables)
+    if processes is None or processes == 1:
+        return
+    _start(processes, _own_command())
+
+
+def _start(count: int, command: Sequence[str]) -> None:
+    global _others
+    before = dict(os.environ)
+    store = serve_local_store()
+    os.environ.update(job_variables(count, store.port, None))
+    if "OMP_NUM_THREADS" not in before:  # torch has counted this process's cores already
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    os.environ.update(RANK="0", LOCAL_RANK="0")
+    if threading.current_thread() is threading.main_thread():
+        command = tied(command, by_this_python=True)
+    others = _Others([], store, os.getpid())
+    try:
+        for rank in range(1, count):
+            others.processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+    except OSError as error:
+        _end(others)
+        os.environ.clear()
+        os.environ.update(before)
+        raise InvalidUsage(
+            f"processes={count}: rank {len(others.processes) + 1} can't be started: {error}"
+        ) from error
+    _others = others
+    # Before what leaves the job at exit is registered, so that it comes after that.
+    atexit.register(_wait_for_others)
+    threading.Thread(target=_watch, args=(others,), name="pydist-ranks", daemon=True).start()
+
+
+def _own_command() -> list[str]:
+    """The arguments by which the interpreter runs this program once more.
+
+    Where the interpreter runs it by itself, they are the interpreter's own, with its flags. Where a
+    debugger or another program runs it, they are made of the main module and of `sys.argv`.
+    """
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    arguments = sys.orig_argv[1:]
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-"):
+        if arguments[at] in ("-c", "-m"):
+            break
+        at += 2 if arguments[at] in ("-X", "-W", "--check-hash-based-pycs") else 1
+    flags, rest = arguments[:at], arguments[at:]
+    if rest[:1] == ["-c"]:
+        return arguments
+    if spec is not None:
+        name = spec.name.removesuffix(".__main__") if spec.parent else spec.name
+        is_itself = rest[:1] == ["-m"] and rest[1:2] in ([name], [spec.name])
+        return [*flags, "-m", name, *(rest[2:] if is_itself else sys.argv[1:])]
+    if file is None or not Path(file).exists():
+        raise InvalidUsage(
+            "processes= starts the script again, and this program is no script: it is a notebook, "
+            "an interactive session, or read from standard input. pydist.spawn starts ranks there."
+        )
+    # By its full path: the program may have gone to another folder.
+    is_itself = rest[:1] != ["-m"] and rest != [] and Path(rest[0]).name == Path(file).name
+    return [*flags, os.path.abspath(file), *(rest[1:] if is_itself else sys.argv[1:])]
+
+
+def _watch(others: _Others) -> None:
+    """Ends all ranks, this one too, some time after one has failed."""
+    while others.running():
+        if failed := others.failed():
+            _tell(others, failed)
+            time.sleep(_GRACE_S)
+            _end(others)
+            os.kill(others.pid, signal.SIGTERM)
+            time.sleep(_GRACE_S)
+            os.kill(others.pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+    if failed := others.failed():
+        _tell(others, failed)
+        time.sleep(_GRACE_S)
+        os.kill(others.pid, signal.SIGTERM)
+
+
+def _tell(others: _Others, failed: Sequence[int]) -> None:
+    first = failed[0]
+    process = others.processes[first - 1]
+    print(
+        f"pydist: rank {first} (pid {process.pid}) {how_it_ended(process.returncode)}; "
+        "all ranks end.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _end(others: _Others) -> None:
+    for process in others.processes:
+        if process.poll() is None:
+            process.terminate()
+    until_s = time.monotonic() + _GRACE_S
+    for process in others.processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, until_s - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+def _wait_for_others() -> None:
+    """At exit: the program ends when its last rank does, and badly where one did."""
+    others = _others
+    if others is None or os.getpid() != others.pid:
+        return
+    # An exception that nobody has caught is there by now.
+    has_failed = getattr(sys, "last_value", None) is not None
+    began_s = time.monotonic()
+    has_told = False
+    while running := others.running():
+        waited_s = time.monotonic() - began_s
+        if (has_failed or others.failed()) and waited_s > _GRACE_S:
+            _end(others)
+        elif waited_s > _PATIENCE_S and not has_told:
+            has_told = True
+            pids = [others.processes[rank - 1].pid for rank in running]
+            print(
+                f"pydist: rank 0 has ended; ranks {running} (pids {pids}) still run.",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(_LOOK_S)
+    if others.failed() and not has_failed:
+        # The interpreter has settled on success by now.
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,191 @@
+"""A script that starts its own ranks: with its arguments, in a debugger, and down together."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from launch import run_command
+from thorough import everyday
+from time_limit import PATIENCE
+
+PROGRAM = """
+import os, sys
+import torch
+import pydist
+
+pydist.init(processes=3)
+total = pydist.all_reduce(torch.tensor([pydist.rank() + 1.0]), "sum").item()
+line = f"rank {pydist.rank()} of {pydist.world_size()}: {total:g} {sys.argv[1:]}"
+print(f"{line} {torch.get_num_threads()}\\n", end="", flush=True)
+"""
+TOLD = [f"rank {rank} of 3: 6 ['--lr', '0.1'] 1" for rank in range(3)]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def told(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stderr
+    return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
+
+
+def test_a_script_with_arguments(script: Path) -> None:
+    assert told(run_command([sys.executable, str(script), "--lr", "0.1"])) == TOLD
+
+
+def test_flags_of_the_interpreter_are_kept(script: Path) -> None:
+    script.write_text(PROGRAM + "print('rank', sys.flags.dev_mode, sys.flags.optimize)")
+    command = [sys.executable, "-X", "dev", "-O", str(script), "--lr", "0.1"]
+    assert told(run_command(command))[3:] == ["rank True 1"] * 3
+
+
+def test_a_module(script: Path) -> None:
+    command = ["env", "-C", str(script.parent), sys.executable, "-m", "program", "--lr", "0.1"]
+    assert told(run_command(command)) == TOLD
+
+
+def test_a_package(script: Path) -> None:
+    package = script.parent / "package"
+    package.mkdir()
+    script.rename(package / "__main__.py")
+    command = ["env", "-C", str(script.parent), sys.executable, "-m", "package", "--lr", "0.1"]
+    assert told(run_command(command)) == TOLD
+
+
+def test_a_text() -> None:
+    assert told(run_command([sys.executable, "-c", PROGRAM, "--lr", "0.1"])) == TOLD
+
+
+def test_a_script_that_goes_elsewhere_first(script: Path) -> None:
+    script.write_text("import os\nos.chdir('/')\n" + PROGRAM)
+    command = ["env", "-C", str(script.parent), sys.executable, "program.py", "--lr", "0.1"]
+    assert told(run_command(command)) == TOLD
+
+
+def test_a_debugger_stays_in_rank_0(script: Path) -> None:
+    break_at = script.read_text().splitlines().index("pydist.init(processes=3)") + 2
+    command = [sys.executable, "-m", "pdb", "-c", f"break {break_at}", "-c", "continue"]
+    command += ["-c", "p 'stopped in', pydist.rank()", "-c", "continue", "-c", "quit"]
+    done = run_command([*command, str(script), "--lr", "0.1"])
+    assert done.stdout.count("('stopped in', 0)") == 1
+    assert told(done) == TOLD
+
+
+def test_under_a_launcher_the_numbers_must_agree(script: Path) -> None:
+    launch = [sys.executable, "-m", "pydist", "run", "-n"]
+    assert told(run_command([*launch, "3", str(script), "--lr", "0.1"])) == TOLD
+    done = run_command([*launch, "2", str(script)])
+    assert done.returncode != 0
+    assert "processes=3 asks for 3 ranks, and torchrun's variables say that there are 2" in (
+        done.stderr
+    )
+
+
+def test_what_is_no_script_is_refused(script: Path) -> None:
+    done = run_command(["sh", "-c", f"{sys.executable} < {script}"])
+    assert done.returncode != 0
+    assert "pydist.spawn starts ranks there" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("init(processes=0)", "processes=0 is not valid"),
+        ("init(processes=True)", "processes=True is not valid"),
+        ("init(gpus='x')", "gpus='x'"),
+        ("init(); pydist.init(processes=2)", "the job runs with 1 rank(s) already"),
+    ],
+)
+def test_what_can_not_be_is_refused(call: str, message: str) -> None:
+    done = run_command([sys.executable, "-c", f"import pydist; pydist.{call}"])
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_no_gpus_and_one_process_start_nothing() -> None:
+    program = (
+        "import pydist; pydist.init(gpus=0, processes=1); print(pydist.world_size(), "
+        "pydist.device()); import psutil; print(len(psutil.Process().children()))"
+    )
+    assert run_command([sys.executable, "-c", program]).stdout.split() == ["1", "cpu", "0"]
+
+
+FAILING = """
+import os, sys, time
+import torch
+import pydist
+
+pydist.init(processes=3)
+print(f"pid {os.getpid()}\\n", end="", flush=True)
+pydist.barrier()
+if pydist.rank() == RANK:
+    END
+AFTER
+"""
+
+
+RAISES = "raise ValueError('mine')"
+ENDS = "os._exit(3)"
+IS_KILLED = "os.kill(os.getpid(), 9)"
+WAITS, COMPUTES = "pydist.barrier()", "time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    "case",
+    everyday(
+        (0, RAISES, WAITS),
+        (0, RAISES, COMPUTES),
+        (2, IS_KILLED, WAITS),
+        (2, ENDS, COMPUTES),
+        thorough=((0, IS_KILLED, COMPUTES), (2, RAISES, WAITS), (2, RAISES, COMPUTES)),
+    ),
+)
+def test_all_end_when_one_fails(case: tuple[int, str, str]) -> None:
+    rank, end, after = case
+    program = FAILING.replace("RANK", str(rank)).replace("END", end).replace("AFTER", after)
+    done = run_command([sys.executable, "-c", program])
+    assert done.returncode != 0
+    pids = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("pid ")]
+    assert len(pids) == 3
+    if rank == 2:
+        assert "pydist: rank 2 (pid " in done.stderr
+    wait_for_ends(pids)
+
+
+def wait_for_ends(pids: list[int]) -> None:
+    """Returns when none of these runs any more: the test's own limit ends it otherwise."""
+    while any(psutil.pid_exists(pid) for pid in pids):
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
+    program = (
+        FAILING.replace("RANK", "-1").replace("END", "pass").replace("AFTER", "time.sleep(600)")
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as first:
+        assert first.stdout is not None
+        pids = [int(first.stdout.readline().split()[1]) for _ in range(3)]
+        assert first.pid in pids
+        first.send_signal(number)
+        assert first.wait(60 * PATIENCE) != 0
+    wait_for_ends(pids)
+
+
+def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
+    program = FAILING.replace("RANK", "1").replace("END", "time.sleep(1); os._exit(4)")
+    done = run_command([sys.executable, "-c", program.replace("AFTER", "pydist.shutdown()")])
+    assert done.returncode == 1
