@@ -129,3 +129,67 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def saving_at(package: str, step: int, path: str) -> Any:
+    """A callback that saves a checkpoint after a step."""
+
+    class SavesAmidEpoch(tree_of(package).Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == step:
+                trainer.save_checkpoint(path)
+
+    return SavesAmidEpoch()
+
+
+@leaving()
+def gan(strategy: str) -> Any:
+    """Lightning's GAN tutorial in small: two optimizers by hand, each for a part of the model."""
+    trainer = trainer_of("lightning", strategy, 2, max_epochs=2)
+
+    class Gan(tree_of("lightning").LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            torch.manual_seed(5)
+            self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
+            self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+            self.losses: list[float] = []
+
+        def judged(self, samples: Tensor, word: float) -> Tensor:
+            verdict = self.discriminator(samples)
+            return nn.functional.binary_cross_entropy_with_logits(
+                verdict, torch.full_like(verdict, word)
+            )
+
+        def training_step(self, batch: Any, step: int) -> None:
+            numbers, real, _ = batch
+            noise = torch.stack([torch.sin(numbers * k) for k in (1.0, 2.0, 3.0, 4.0)], dim=1)
+            of_generator, of_discriminator = self.optimizers()
+            self.toggle_optimizer(of_generator)
+            loss = self.judged(self.generator(noise), 1.0)
+            self.manual_backward(loss)
+            of_generator.step()
+            of_generator.zero_grad()
+            self.untoggle_optimizer(of_generator)
+            self.toggle_optimizer(of_discriminator)
+            fake = self.generator(noise).detach()
+            other = (self.judged(real, 1.0) + self.judged(fake, 0.0)) / 2
+            self.manual_backward(other)
+            of_discriminator.step()
+            of_discriminator.zero_grad()
+            self.untoggle_optimizer(of_discriminator)
+            self.losses += [loss.item(), other.item()]
+
+        def configure_optimizers(self) -> Any:
+            return (
+                torch.optim.Adam(self.generator.parameters(), lr=0.02),
+                torch.optim.Adam(self.discriminator.parameters(), lr=0.02),
+            )
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(Points(24), 3)
+
+    model = Gan()
+    trainer.fit(model)
+    return model.losses, plain(model.state_dict())

@@ -11,7 +11,6 @@ import pytest
 import torch
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -88,62 +87,9 @@ def test_testing_counts_every_sample_once_over_uneven_shares(two: Ranks) -> None
         assert mean == pytest.approx(whole, rel=1e-6)
 
 
-@runs.leaving()
-def gan(strategy: str) -> Any:
-    """Lightning's GAN tutorial in small: two optimizers by hand, each for a part of the model."""
-    trainer = runs.trainer_of("lightning", strategy, 2, max_epochs=2)
-
-    class Gan(runs.tree_of("lightning").LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-            torch.manual_seed(5)
-            self.generator = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 6))
-            self.discriminator = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
-            self.losses: list[float] = []
-
-        def judged(self, samples: Tensor, word: float) -> Tensor:
-            verdict = self.discriminator(samples)
-            return nn.functional.binary_cross_entropy_with_logits(
-                verdict, torch.full_like(verdict, word)
-            )
-
-        def training_step(self, batch: Any, step: int) -> None:
-            numbers, real, _ = batch
-            noise = torch.stack([torch.sin(numbers * k) for k in (1.0, 2.0, 3.0, 4.0)], dim=1)
-            of_generator, of_discriminator = self.optimizers()
-            self.toggle_optimizer(of_generator)
-            loss = self.judged(self.generator(noise), 1.0)
-            self.manual_backward(loss)
-            of_generator.step()
-            of_generator.zero_grad()
-            self.untoggle_optimizer(of_generator)
-            self.toggle_optimizer(of_discriminator)
-            fake = self.generator(noise).detach()
-            other = (self.judged(real, 1.0) + self.judged(fake, 0.0)) / 2
-            self.manual_backward(other)
-            of_discriminator.step()
-            of_discriminator.zero_grad()
-            self.untoggle_optimizer(of_discriminator)
-            self.losses += [loss.item(), other.item()]
-
-        def configure_optimizers(self) -> Any:
-            return (
-                torch.optim.Adam(self.generator.parameters(), lr=0.02),
-                torch.optim.Adam(self.discriminator.parameters(), lr=0.02),
-            )
-
-        def train_dataloader(self) -> Any:
-            return DataLoader(runs.Points(24), 3)
-
-    model = Gan()
-    trainer.fit(model)
-    return model.losses, runs.plain(model.state_dict())
-
-
 def test_the_gan_tutorial_needs_no_flag(two: Ranks) -> None:
-    ours = two.run(gan, "pydist", timeout=LIMIT_S)
-    theirs = two.run(gan, "ddp_find_unused_parameters_true", timeout=LIMIT_S)
+    ours = two.run(runs.gan, "pydist", timeout=LIMIT_S)
+    theirs = two.run(runs.gan, "ddp_find_unused_parameters_true", timeout=LIMIT_S)
     for own, their in zip(ours, theirs, strict=True):
         assert len(own[0]) == 16
         assert own[0] == pytest.approx(their[0], rel=1e-5)
@@ -154,20 +100,11 @@ def test_the_gan_tutorial_needs_no_flag(two: Ranks) -> None:
 @runs.leaving()
 def halted(path: str) -> Any:
     """Trains to the end, and saves after the 5th of 9 steps: the second of the second epoch."""
-    callbacks = [_callback(path)]
+    callbacks = [runs.saving_at("lightning", 5, path)]
     trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=3, callbacks=callbacks)
     model = runs.regression("lightning", length=36, batch_size=6)
     trainer.fit(model)
     return model.losses, model.seen
-
-
-def _callback(path: str) -> Any:
-    class SavesAmidEpoch(runs.tree_of("lightning").Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == 5:
-                trainer.save_checkpoint(path)
-
-    return SavesAmidEpoch()
 
 
 @runs.leaving()

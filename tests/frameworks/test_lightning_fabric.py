@@ -61,14 +61,67 @@ def trained(package: str, strategy: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("package", ["lightning", "lightning_fabric"])
-def test_the_same_losses_and_checkpoint_as_ddp(two: Ranks, tmp_path: Path, package: str) -> None:
+@pytest.mark.parametrize("strategy", ["pydist", "pydist_sharded", "pydist_sharded_stage_2"])
+def test_the_same_losses_and_checkpoint_as_ddp(
+    two: Ranks, tmp_path: Path, package: str, strategy: str
+) -> None:
     ours, theirs = (
-        two.run(trained, package, strategy, str(tmp_path / strategy), timeout=LIMIT_S)
-        for strategy in ("pydist", "ddp")
+        two.run(trained, package, name, str(tmp_path / name), timeout=LIMIT_S)
+        for name in (strategy, "ddp")
     )
     for own, their in zip(ours, theirs, strict=True):
         assert own[0] == pytest.approx(their[0], rel=1e-6)
         torch.testing.assert_close(own[1], their[1], rtol=1e-5, atol=1e-6)
+
+
+@runs.leaving()
+def scheduled(strategy: str, together: bool) -> Any:
+    """Clips and schedules; model and optimizer are set up together or one after the other."""
+    fabric = fabric_of("lightning", strategy)
+    network = runs.network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    if together:
+        model, optimizer, schedule = fabric.setup(network, optimizer, scheduler=schedule)
+    else:
+        model = fabric.setup_module(network)
+        optimizer = fabric.setup_optimizers(optimizer)
+    losses, norms = [], []
+    for step in range(4):
+        _, inputs, targets = runs.Points(16)[4 * step + torch.arange(2) + 2 * fabric.global_rank]
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        fabric.backward(loss)
+        norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+        if together:
+            schedule.step()
+        losses.append(loss.item())
+    return losses, norms, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+def test_sharded_optimizers_are_clipped_and_scheduled(two: Ranks, together: bool) -> None:
+    ours, theirs = (
+        two.run(scheduled, strategy, together, timeout=LIMIT_S)
+        for strategy in ("pydist_sharded_stage_2", "ddp")
+    )
+    for own, their in zip(ours, theirs, strict=True):
+        assert own[0] == pytest.approx(their[0], rel=1e-5)
+        assert own[1] == pytest.approx(their[1], rel=1e-5)
+        assert own[2] == their[2] == (0.025 if together else 0.1)
+
+
+@runs.leaving()
+def optimizer_first() -> None:
+    fabric = fabric_of("lightning", "pydist_sharded")
+    fabric.setup_optimizers(torch.optim.SGD(runs.network().parameters(), lr=0.1))
+
+
+def test_a_sharded_optimizer_comes_after_its_model(two: Ranks) -> None:
+    for outcome in two.outcomes(optimizer_first, timeout=LIMIT_S):
+        assert outcome.error == "InvalidUsage"
+        assert "set the model up first" in outcome.message
 
 
 @runs.leaving()

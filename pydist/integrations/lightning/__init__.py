@@ -1,7 +1,8 @@
 """Lightning's Trainer and Fabric on pydist.
 
 `import pydist.integrations.lightning` registers the strategies "pydist", "pydist_spawn" and
-"pydist_notebook", which start processes as "ddp", "ddp_spawn" and "ddp_notebook" do::
+"pydist_notebook", which start processes as "ddp", "ddp_spawn" and "ddp_notebook" do, and
+"pydist_sharded" and "pydist_sharded_stage_2", whose optimizers are `pydist.ShardedOptimizer`s::
 
     import pydist.integrations.lightning
     trainer = lightning.Trainer(strategy="pydist", devices=2)
@@ -16,12 +17,21 @@ import importlib
 import importlib.util
 from typing import Any
 
+from pydist.integrations.lightning.sharded import ShardedFabricMethods, ShardedTrainerMethods
 from pydist.integrations.lightning.strategies import FabricMethods, TrainerMethods
 
 __all__ = ["register"]
 
-# The names of strategies, and how each starts its processes.
-_START_METHODS = {"pydist": "popen", "pydist_spawn": "spawn", "pydist_notebook": "fork"}
+# The names of strategies, and what they give their class.
+_REPLICATED: dict[str, dict[str, Any]] = {
+    "pydist": {"start_method": "popen"},
+    "pydist_spawn": {"start_method": "spawn"},
+    "pydist_notebook": {"start_method": "fork"},
+}
+_SHARDED: dict[str, dict[str, Any]] = {
+    "pydist_sharded": {"stage": 1},
+    "pydist_sharded_stage_2": {"stage": 2},
+}
 
 
 def _make(name: str, base: type, methods: type, **attributes: Any) -> type:
@@ -29,6 +39,14 @@ def _make(name: str, base: type, methods: type, **attributes: Any) -> type:
     made = type(name, (methods, base), {"__module__": __name__, **attributes})
     globals()[name] = made
     return made
+
+
+def _add(registry: Any, made: type, arguments: dict[str, dict[str, Any]]) -> None:
+    for name, given in arguments.items():
+        said = ", ".join(f"`{key}` {value!r}" for key, value in given.items())
+        registry.register(
+            name, made, description=f"{made.__name__} with {said}", override=True, **given
+        )
 
 
 def register() -> list[str]:
@@ -52,25 +70,20 @@ def register() -> list[str]:
         redirection = importlib.import_module(f"{trainer}.strategies.strategy")._ForwardRedirection
         of_fabric = importlib.import_module(f"{fabric}.strategies")
         prefix = "Lightning" if package == "lightning" else "PytorchLightning"
-        for_trainer = _make(
-            f"{prefix}Strategy",
-            strategies.DDPStrategy,
-            TrainerMethods,
-            _redirection_class=redirection,
-        )
-        for_fabric = _make(f"{prefix}FabricStrategy", of_fabric.DDPStrategy, FabricMethods)
-        for registry, made in (
-            (strategies.StrategyRegistry, for_trainer),
-            (of_fabric.STRATEGY_REGISTRY, for_fabric),
+        trainers, fabrics = strategies.StrategyRegistry, of_fabric.STRATEGY_REGISTRY
+        for kind, of_trainer, own_of_fabric, arguments in (
+            ("", TrainerMethods, FabricMethods, _REPLICATED),
+            ("Sharded", ShardedTrainerMethods, ShardedFabricMethods, _SHARDED),
         ):
-            for name, method in _START_METHODS.items():
-                registry.register(
-                    name,
-                    made,
-                    description=f"pydist.DataParallel, with `start_method` '{method}'",
-                    override=True,
-                    start_method=method,
-                )
+            made = _make(
+                f"{prefix}{kind}Strategy",
+                strategies.DDPStrategy,
+                of_trainer,
+                _redirection_class=redirection,
+            )
+            _add(trainers, made, arguments)
+            made = _make(f"{prefix}{kind}FabricStrategy", of_fabric.DDPStrategy, own_of_fabric)
+            _add(fabrics, made, arguments)
     if not found:
         raise ImportError(
             "pydist.integrations.lightning needs Lightning: pip install 'pydist[lightning]'"
