@@ -1,4 +1,4 @@
-"""A program as users write it, which starts its own processes: says which rank has trained."""
+"""A program as users write it: says which rank has trained, and who has started it."""
 
 import sys
 from typing import Any
@@ -9,16 +9,24 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 class Tells(BoringModel):  # type: ignore[misc]
     def on_train_end(self) -> None:
-        wrapper = type(self.trainer.strategy.model).__name__
+        strategy = self.trainer.strategy
+        wrapper = type(strategy.model).__name__
+        by = type(strategy.cluster_environment).__name__
         # With its line's end in one write: the ranks share the output.
-        sys.stdout.write(f"rank {self.global_rank} of {self.trainer.world_size} in {wrapper}\n")
+        sys.stdout.write(
+            f"rank {self.global_rank} of {self.trainer.world_size} in {wrapper} by {by}\n"
+        )
         sys.stdout.flush()
 
 
-def main(strategy: str) -> None:
-    trainer: Any = runs.trainer_of("lightning", strategy, 2, max_steps=3)
+def main(strategy: str, devices: str) -> None:
+    settings: dict[str, Any] = {"max_steps": 3}
+    if devices == "auto":
+        settings["accelerator"] = runs.two_processors()
+    count: Any = devices if devices == "auto" else int(devices)
+    trainer = runs.trainer_of("lightning", strategy, count, **settings)
     trainer.fit(Tells())
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -48,26 +48,37 @@ def leaving() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def trainer_of(package: str, strategy: str, devices: int, **settings: Any) -> Any:
+def trainer_of(package: str, strategy: str, devices: Any, **settings: Any) -> Any:
     """A quiet Trainer on the CPU.
 
     Args:
         package: `lightning` or `pytorch_lightning`.
         strategy: `ddp`, or one of pydist's.
-        devices: The number of ranks.
+        devices: The number of ranks, or "auto".
         **settings: Of the Trainer.
     """
     warnings.simplefilter("ignore")
     importlib.import_module("pydist.integrations.lightning")
-    settings = {"logger": False, "enable_checkpointing": False, **settings}
+    defaults = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+    settings = {**defaults, **settings}
     return tree_of(package).Trainer(
-        accelerator="cpu",
         devices=devices,
         strategy=strategy,
         enable_progress_bar=False,
         enable_model_summary=False,
         **settings,
     )
+
+
+def two_processors() -> Any:
+    """An accelerator that finds two devices: Lightning's own for the CPU always finds one."""
+
+    class TwoProcessors(tree_of("lightning").accelerators.CPUAccelerator):  # type: ignore[misc]
+        @staticmethod
+        def auto_device_count() -> int:
+            return 2
+
+    return TwoProcessors()
 
 
 def tree_of(package: str) -> Any:
@@ -108,6 +119,10 @@ def regression(package: str, length: int, batch_size: int, *, shuffle: bool = Fa
 
         test_step = validation_step
 
+        def predict_step(self, batch: Any, step: int) -> Tensor:
+            numbers, inputs, _ = batch
+            return torch.cat([numbers[:, None], self.network(inputs)], dim=1)
+
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
@@ -118,6 +133,10 @@ def regression(package: str, length: int, batch_size: int, *, shuffle: bool = Fa
             return DataLoader(Points(length), batch_size)
 
         test_dataloader = val_dataloader
+
+        def predict_dataloader(self) -> Any:
+            # Lightning can't make such a loader anew if its batch size is given by position.
+            return DataLoader(Points(length), batch_size=batch_size)
 
     return Regression()
 

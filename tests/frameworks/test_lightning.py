@@ -87,6 +87,29 @@ def test_testing_counts_every_sample_once_over_uneven_shares(two: Ranks) -> None
         assert mean == pytest.approx(whole, rel=1e-6)
 
 
+@runs.leaving()
+def predicted(length: int) -> tuple[list[list[float]], Any]:
+    """This rank's predictions, and those of all put in order as docs/frameworks.md says."""
+    trainer = runs.trainer_of("lightning", "pydist", 2)
+    predictions = torch.cat(trainer.predict(runs.regression("lightning", length, batch_size=2)))
+    parts: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(parts, predictions)
+    ordered = torch.empty(sum(map(len, parts)), *predictions.shape[1:])
+    for rank, part in enumerate(parts):
+        ordered[rank :: trainer.world_size] = part
+    return predictions.tolist(), ordered
+
+
+@pytest.mark.parametrize("length", [7, 9])
+def test_each_sample_is_predicted_once_and_in_a_known_order(two: Ranks, length: int) -> None:
+    points = torch.stack([runs.Points(length)[index][1] for index in range(length)])
+    with torch.no_grad():
+        expected = torch.cat([torch.arange(length)[:, None], runs.network()(points)], dim=1)
+    for rank, (own, ordered) in enumerate(two.run(predicted, length, timeout=LIMIT_S)):
+        assert [int(number) for number, _ in own] == list(range(rank, length, 2))
+        torch.testing.assert_close(ordered, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_the_gan_tutorial_needs_no_flag(two: Ranks) -> None:
     ours = two.run(runs.gan, "pydist", timeout=LIMIT_S)
     theirs = two.run(runs.gan, "ddp_find_unused_parameters_true", timeout=LIMIT_S)
