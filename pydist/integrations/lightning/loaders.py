@@ -4,34 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.utils.data as torch_data
-from torch import Tensor
 
 import pydist
+from pydist.integrations.torch_shuffle import TorchShuffle
 from pydist.sampling.order import sample_count
-
-
-class _TorchsShuffle:
-    """The order of torch's DistributedSampler, so that a training is the same as under DDP."""
-
-    name = "shuffled by torch"
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._seed: int | None = None
-        self._permutation = torch.empty(0, dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def indices(self, positions: range, *, seed: int, epoch: int) -> Tensor:
-        """What stands at some positions."""
-        if self._seed != seed + epoch:
-            self._seed = seed + epoch
-            generator = torch.Generator().manual_seed(self._seed)
-            self._permutation = torch.randperm(self._length, generator=generator)
-        return self._permutation[positions.start : positions.stop : positions.step]
 
 
 def shared(loader: Any, *, pads: bool) -> Any:
@@ -51,7 +28,7 @@ def shared(loader: Any, *, pads: bool) -> Any:
     ):
         return loader
     length = sample_count(sampler.dataset)
-    order = _TorchsShuffle(length) if sampler.shuffle else pydist.Sequential(length)
+    order = TorchShuffle(length) if sampler.shuffle else pydist.Sequential(length)
     own = pydist.DistributedSampler(
         sampler.dataset,
         sampler.num_replicas,

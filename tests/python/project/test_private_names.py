@@ -28,6 +28,7 @@ OF_PYTHON = {"_getframe", "_negative_number_matcher", "_inheriting", "_exit"}
 # Of frameworks, in the one module of each that meets it. Where a version of the framework has
 # dropped one, tests/frameworks fails.
 OF_FRAMEWORKS = {
+    "integrations/accelerate/accelerator.py": {"_dataloaders"},
     "integrations/lightning/__init__.py": {"_ForwardRedirection"},
     "integrations/lightning/strategies.py": {
         "_ddp_comm_hook",
