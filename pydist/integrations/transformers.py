@@ -1,0 +1,119 @@
+"""Transformers' Trainer on pydist: one import of a script changes.
+
+from pydist.integrations.transformers import Trainer
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import transformers
+import transformers.trainer
+from accelerate.utils import find_batch_size
+from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+import pydist
+from pydist.errors import InvalidUsage
+from pydist.integrations.accelerate import Accelerator
+
+# What a label is where there is nothing to learn, for torch and Transformers.
+_IGNORED = -100
+
+__all__ = ["Trainer"]
+
+
+class GlobalBatch(TrainerCallback, ExportableState):  # named in trainer_state.json
+    """Keeps in every checkpoint how many samples a step has, and refuses another number."""
+
+    def __init__(self) -> None:
+        self.samples = 0
+
+    def state(self) -> dict[str, Any]:
+        """What Transformers saves of a callback."""
+        return {"args": {}, "attributes": {"samples": self.samples}}
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, train_dataloader: Any, **kwargs: Any
+    ) -> None:
+        """Compares with the checkpoint, where there is one."""
+        saved = state.stateful_callbacks.get(type(self).__name__, {}) if state.global_step else {}
+        before = saved.get("attributes", {}).get("samples", 0)
+        size = getattr(train_dataloader, "total_batch_size", 0)
+        self.samples = size * args.gradient_accumulation_steps
+        if before and self.samples and before != self.samples:
+            raise InvalidUsage(
+                f"the checkpoint is from a training with {before} samples in a step of all "
+                f"processes, and now a step has {self.samples}: choose per_device_train_batch_size "
+                "and gradient_accumulation_steps so that their product with the number of "
+                f"processes is {before}, or train with accelerator_config={{'split_batches': "
+                "True}, where the batch size is that of all processes."
+            )
+
+
+class Trainer(transformers.Trainer):
+    """Transformers' `Trainer`, on the Accelerator of `pydist.integrations.accelerate`.
+
+    Every process makes one. The model is wrapped in `pydist.DataParallel`, samples are shared out
+    by pydist, and the mean over tokens is exact: Transformers scales the loss where it counts the
+    tokens of a step; where it doesn't, since the model takes no `num_items_in_batch`, each
+    micro-batch counts by its labels, or by its samples if it has none.
+
+    A checkpoint goes on with any number of processes on which a step has as many samples.
+
+    Args:
+        *args: Transformers' own.
+        **kwargs: Transformers' own.
+
+    Raises:
+        InvalidUsage: What the Accelerator refuses. From `train`: the checkpoint is of a training
+            with another number of samples in a step.
+    """
+
+    loss_is_scaled_for_ga: bool | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.add_callback(GlobalBatch())
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Transformers' own, with pydist's Accelerator."""
+        # The losses are scaled here, or weighted in `training_step`.
+        ours = functools.partial(Accelerator, weights_uneven_batches=False)
+        with mock.patch.object(transformers.trainer, "Accelerator", ours):
+            super().create_accelerator_and_postprocess()
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor:
+        """Transformers' own, weighted where it does not count the tokens."""
+        sees_to_it = (
+            num_items_in_batch is not None
+            or self.compute_loss_func is not None
+            or self.loss_is_scaled_for_ga is not None
+        )
+        if sees_to_it or not isinstance(model, pydist.DataParallel):
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return loss
+        # The weights make one mean of all micro-batches: none is to be divided before.
+        self.loss_is_scaled_for_ga = True
+        try:
+            with model.weighted(_items(inputs)):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self.loss_is_scaled_for_ga = None
+        steps: int = self.current_gradient_accumulation_steps
+        return loss / steps
+
+
+def _items(inputs: dict[str, Any]) -> int:
+    """How many items the loss of a micro-batch is the mean of."""
+    labels = inputs.get("labels")
+    if isinstance(labels, Tensor) and not labels.is_floating_point():
+        return int(labels.ne(_IGNORED).sum())
+    return find_batch_size(inputs) or 1

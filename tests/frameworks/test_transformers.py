@@ -1,0 +1,108 @@
+"""Transformers' Trainer on pydist, beside its own DDP on gloo."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from launch import Ranks, rank_outcomes, run_ranks
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip(
+        "transformers is not installed: make test-frameworks installs it", allow_module_level=True
+    )
+
+import transformers_runs as runs
+
+LIMIT_S = 80.0
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}],
+    ids=["plain", "accumulation", "bf16"],
+)
+def test_the_same_losses_and_weights_as_ddp(
+    two: Ranks, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    settings = {"per_device_train_batch_size": 4, **settings}
+    ours, theirs, on_group = (
+        two.run(runs.trained, whose, "language", str(tmp_path), settings, None, timeout=LIMIT_S)
+        for whose in ("ours", "stock", "stock on pydist")
+    )
+    tolerance = 0.02 if "bf16" in settings else 1e-4
+    assert ours[0][2].startswith("pydist.")
+    assert theirs[0][2] == on_group[0][2] == "torch.nn.parallel.distributed"
+    assert len(ours[0][0]) == 8 // settings.get("gradient_accumulation_steps", 1)
+    for outcome in (ours[0], on_group[0]):
+        assert outcome[0] == pytest.approx(theirs[0][0], rel=tolerance)
+        torch.testing.assert_close(outcome[1], theirs[0][1], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("kind", ["language", "tagger"])
+def test_means_over_uneven_tokens_are_those_of_one_process(
+    two: Ranks, tmp_path: Path, kind: str, accumulation: int
+) -> None:
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": accumulation}
+    ours = two.run(runs.trained, "ours", kind, str(tmp_path), settings, None, timeout=LIMIT_S)
+    # One step of one process has the samples of all, in one batch.
+    alone = {"per_device_train_batch_size": 8 * accumulation}
+    ((_, expected, *_),) = run_ranks(
+        runs.trained, 1, "stock", kind, str(tmp_path), alone, None, timeout=LIMIT_S
+    )
+    for _, weights, *_ in ours:
+        torch.testing.assert_close(weights, expected, rtol=1e-3, atol=1e-4)
+
+
+# 32 lines in batches of 8 of all processes; the checkpoint is from the middle of the second epoch.
+SPLIT: dict[str, Any] = {
+    "per_device_train_batch_size": 8,
+    "accelerator_config": {"split_batches": True},
+    "save_strategy": "steps",
+    "save_steps": 6,
+}
+
+
+@pytest.mark.parametrize("kind", ["language", "tagger"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_processes(
+    two: Ranks, tmp_path: Path, ranks: int, kind: str
+) -> None:
+    folder = str(tmp_path)
+    outcomes = two.run(runs.trained, "ours", kind, folder, SPLIT, None, timeout=LIMIT_S)
+    whole = outcomes[0]
+    assert len(whole[0]) == 8
+    path = f"{folder}/checkpoint-6"
+    resumed = run_ranks(
+        runs.trained, ranks, "ours", kind, f"{folder}/rest", SPLIT, path, timeout=LIMIT_S
+    )
+    rest = resumed[0]
+    # Each of two processes has 4 lines of a step: the first 8 of its second epoch are trained on.
+    before = [line for outcome in outcomes for line in outcome[3][16:24]]
+    after = [line for outcome in resumed for line in outcome[3]]
+    assert sorted(before + after) == list(range(32))
+    if kind == "language":  # the other one's logged mean is over processes, not over tokens
+        assert rest[0] == pytest.approx(whole[0][6:], rel=1e-4)
+    torch.testing.assert_close(rest[1], whole[1], rtol=1e-4, atol=1e-5)
+
+
+def test_another_number_of_samples_in_a_step_is_refused(two: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    two.run(runs.trained, "ours", "tagger", folder, SPLIT, None, timeout=LIMIT_S)
+    settings = {**SPLIT, "per_device_train_batch_size": 4}
+    path = f"{folder}/checkpoint-6"
+    for outcome in rank_outcomes(
+        runs.trained, 2, "ours", "tagger", folder, settings, path, timeout=LIMIT_S
+    ):
+        assert outcome.error == "InvalidUsage", outcome.describe()
+        assert "8 samples in a step" in outcome.message
