@@ -51,6 +51,7 @@ from pydist.job.membership import (
 )
 from pydist.job.recovery.reforming import reform
 from pydist.job.spawn import spawn
+from pydist.monitoring.monitor import Monitor, monitor
 from pydist.parallel.bucket_planner import BucketPlan, PlannedBucket, PlannedParameter
 from pydist.parallel.large_batch import effective_batch_size, scale_lr
 from pydist.parallel.reducer import BucketStats, CommunicationStats
@@ -83,6 +84,7 @@ __all__ = [
     "Ledger",
     "MemoryPlan",
     "Mismatch",
+    "Monitor",
     "Order",
     "ParameterState",
     "PeerLost",
@@ -120,6 +122,7 @@ __all__ = [
     "local_rank",
     "local_world_size",
     "metrics",
+    "monitor",
     "new_group",
     "nn",
     "plan",

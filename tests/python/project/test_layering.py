@@ -59,6 +59,7 @@ PYTHON_LAYERS = (
     "planning",
     "testing",
     "diagnosis",
+    "monitoring",
     "__init__",
     "integrations",
     "topology",

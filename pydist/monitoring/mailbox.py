@@ -1,0 +1,60 @@
+"""How rank 0 gets the other ranks' measurements: through the job's key-value store.
+
+Note [No collective]: a collective waits for every rank, so a rank that takes no more steps would
+hold up the others, and its place in the order of collectives would be part of the program. Here
+each rank leaves its chunk of steps in the store and goes on; rank 0 takes what is there.
+
+A rank has a few keys, which it uses by turns, so the store never holds more than that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+# How many chunks rank 0 may be behind.
+_KEYS = 4
+
+
+class Mailbox:
+    """The store as the ranks of one monitor use it.
+
+    Args:
+        store: Of the job.
+        name: Of the monitor, the same on every rank.
+        rank: This process's.
+    """
+
+    def __init__(self, store: dist.Store, name: str, rank: int) -> None:
+        self._store = dist.PrefixStore(f"monitor/{name}", store)
+        self._rank = rank
+        # A key that is there can be read without waiting.
+        for key in range(_KEYS):
+            self._store.set(f"{rank}/{key}", "")
+
+    def post(self, number: int, chunk: Any) -> None:
+        """Leaves a chunk for rank 0.
+
+        Args:
+            number: Of the chunk, from 0.
+            chunk: As JSON takes it.
+        """
+        self._store.set(f"{self._rank}/{number % _KEYS}", json.dumps([number, chunk]))
+
+    def look(self, number: int, ranks: Sequence[int]) -> dict[int, Any]:
+        """The chunks of that number that are there, by rank. Waits for nobody."""
+        keys = [f"{rank}/{number % _KEYS}" for rank in ranks]
+        if self._store.has_extended_api():  # type: ignore[attr-defined]
+            found = self._store.multi_get(keys)
+        else:
+            found = [self._store.get(key) for key in keys]
+        there = {}
+        for rank, text in zip(ranks, found, strict=True):
+            if text:
+                posted, chunk = json.loads(text)
+                if posted == number:
+                    there[rank] = chunk
+        return there

@@ -1,0 +1,99 @@
+"""`config.json`: what a run was started with, once for each time that it was started or went on."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pydist import _native
+from pydist._load import __version__
+from pydist.config import in_force
+from pydist.monitoring.step_file import as_text
+
+NAME = "config.json"
+
+# By which the ranks of a job know each other: nobody else may read it.
+_SECRET = "PYDIST_JOB_SECRET"
+
+
+def describe(
+    config: Mapping[str, Any], world_size: int, backend: str, hosts: list[str], first_step: int
+) -> dict[str, Any]:
+    """This start of a run.
+
+    Args:
+        config: What the program tells.
+        world_size: How many ranks there are.
+        backend: What carries their data.
+        hosts: The host of each rank.
+        first_step: The first step of this start.
+    """
+    declared = {name for name, *_ in _native.environment_variables()} - {_SECRET}
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "first_step": first_step,
+        "versions": {
+            "pydist": __version__,
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+        },
+        "world_size": world_size,
+        "backend": backend,
+        "hosts": list(dict.fromkeys(hosts)),
+        "variables": {name: os.environ[name] for name in sorted(declared & set(os.environ))},
+        "settings": in_force.to_save(),
+        # Relative paths are those of the process, which the page's reader is not in.
+        "timeline": _absolute(os.environ.get("PYDIST_TIMELINE")),
+        "config": _readable(config),
+    }
+
+
+def _absolute(path: str | None) -> str | None:
+    return os.path.abspath(path) if path else None
+
+
+def _readable(value: Any) -> Any:
+    """As JSON: what it has no form for, such as a dtype or a path, is its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _readable(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return as_text(value)
+    return str(value)
+
+
+def write(folder: Path, start: dict[str, Any]) -> None:
+    """Adds a start to the file, which is replaced as a whole.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    path = folder / NAME
+    beside = folder / f".{NAME}.{os.getpid()}"
+    try:
+        beside.write_text(json.dumps({"starts": [*starts_in(folder), start]}, indent=2) + "\n")
+        beside.replace(path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+
+
+def starts_in(folder: Path) -> list[dict[str, Any]]:
+    """The starts that the file of a run tells of; none where it is missing or unreadable."""
+    try:
+        found = json.loads((folder / NAME).read_text())
+    except (OSError, ValueError, RecursionError):
+        return []
+    starts = found.get("starts") if isinstance(found, dict) else None
+    return [each for each in starts if isinstance(each, dict)] if isinstance(starts, list) else []
