@@ -191,6 +191,10 @@ test-frameworks-newest test-frameworks-oldest: test-frameworks-%:
 run-frameworks: $(OUT)/.frameworks
 	$(PYTEST_ALONE) tests/frameworks $(ARGS)
 
+.PHONY: test-view
+test-view: $(OUT)/.view  ## the page of `pydist view` in a real browser: needs chromium and chromium-driver
+	$(PYTEST_ALONE) tests/view tests/python/monitoring $(ARGS)
+
 # By PYTHON itself, which has torch for CUDA: see docs/gpu.md. Nothing is downloaded.
 .PHONY: test-gpu
 test-gpu:  ## what one NVIDIA GPU can show, in parts of 9 minutes: all of them, or PART=2
@@ -310,6 +314,10 @@ $(OUT)/.tools: pyproject.toml $(BIN)/python $(wildcard $(VENV)/pyvenv.cfg)
 
 $(OUT)/.docs: $(OUT)/.installed
 	$(PIP) install --quiet $(PIP_FLAGS) --group docs
+	@touch $@
+
+$(OUT)/.view: $(OUT)/.installed
+	$(PIP) install --quiet $(PIP_FLAGS) --group view
 	@touch $@
 
 $(OUT)/.frameworks: $(OUT)/.installed $(FRAMEWORKS)

@@ -18,6 +18,7 @@ _COMMANDS = {
     "run": ("pydist.cli.run", "run a script on several processes, as torchrun does"),
     "bench": ("pydist.cli.bench", "measure collectives, training steps and starting up"),
     "plan": ("pydist.cli.plan", "the bytes that training a model takes on each rank"),
+    "view": ("pydist.cli.view", "a page over the runs that pydist.monitor has written"),
     "doctor": ("pydist.cli.doctor", "what would go wrong on this machine, or between the ranks"),
     "info": ("pydist.cli.info", "what pydist finds on this machine, and what it can use"),
 }

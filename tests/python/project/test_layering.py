@@ -63,6 +63,7 @@ PYTHON_LAYERS = (
     "__init__",
     "integrations",
     "topology",
+    "viewing",
     "benchmarks",
     "cli",
     "__main__",

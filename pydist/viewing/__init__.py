@@ -1,0 +1,1 @@
+"""A page over the runs that `pydist.monitor` has written: `pydist view`."""

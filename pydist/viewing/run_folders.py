@@ -1,0 +1,59 @@
+"""Which folders hold runs, and by what names the page tells them apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydist.errors import InvalidUsage
+from pydist.monitoring.step_file import NAME
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """A run on disk.
+
+    Attributes:
+        name: No other run of the page has it.
+        path: Its folder, without links.
+    """
+
+    name: str
+    path: Path
+
+
+def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
+    """The runs in some folders and below them, each once, in the order of their paths.
+
+    Raises:
+        InvalidUsage: a place is no folder, or none of them holds a run.
+    """
+    paths: list[Path] = []
+    for place in places:
+        if not Path(place).is_dir():
+            raise InvalidUsage(f"{os.fspath(place)!r} is no folder; give folders of runs.")
+        paths += sorted(_below(Path(place).resolve()))
+    paths = list(dict.fromkeys(paths))
+    if not paths:
+        where = ", ".join(repr(os.fspath(place)) for place in places)
+        raise InvalidUsage(
+            f"no {NAME} in {where}, nor in a folder below; `pydist.monitor(folder)` writes it."
+        )
+    return [RunFolder(name, path) for name, path in zip(_names(paths), paths, strict=True)]
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    for path, _, files in os.walk(folder):
+        if NAME in files:
+            yield Path(path)
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell all of them apart, alike in length."""
+    for count in range(1, max(len(path.parts) for path in paths) + 1):
+        names = ["/".join(path.parts[-count:]) for path in paths]
+        if len(set(names)) == len(paths):
+            break
+    return names
