@@ -241,13 +241,13 @@ def averaged(strategy: str, callback: str, arguments: dict[str, Any]) -> Any:
         ("StochasticWeightAveraging", {"swa_lrs": 0.01, "swa_epoch_start": 1}),
     ],
 )
+@pytest.mark.parametrize("strategy", ["pydist", "pydist_sharded"])
 def test_averages_of_weights_are_those_of_ddp(
-    two: Ranks, callback: str, arguments: dict[str, Any]
+    two: Ranks, callback: str, arguments: dict[str, Any], strategy: str
 ) -> None:
     if not hasattr(importlib.import_module("lightning.pytorch.callbacks"), callback):
         pytest.skip(f"this version of Lightning has no {callback}")
     ours, theirs = (
-        two.run(averaged, strategy, callback, arguments, timeout=LIMIT_S)
-        for strategy in ("pydist", "ddp")
+        two.run(averaged, name, callback, arguments, timeout=LIMIT_S) for name in (strategy, "ddp")
     )
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -171,6 +171,35 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_strategies(
         torch.testing.assert_close(weights, whole[0][1], rtol=1e-5, atol=1e-6)
 
 
+@runs.leaving()
+def in_16_bits(strategy: str, path: str, resumes: bool) -> Any:
+    """An epoch in which a part of the model gets no gradients, and another one in which it does."""
+    epochs = 2 if resumes else 1
+    trainer = runs.trainer_of("lightning", strategy, 2, max_epochs=epochs, precision="bf16-true")
+    model = runs.regression("lightning", length=24, batch_size=3)
+    model.unused = nn.Linear(2, 1, bias=False)
+    kind = type(model)
+
+    def training_step(self: Any, batch: Any, step: int) -> Any:
+        return kind.training_step(self, batch, step) + (self.unused.weight.sum() if resumes else 0)
+
+    model.__class__ = type(kind.__name__, (kind,), {"training_step": training_step})
+    trainer.fit(model, ckpt_path=path if resumes else None)
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=False)["optimizer_states"][0]["state"]
+    return len(model.losses), sorted(state)
+
+
+def test_16_bits_go_on_unsharded_where_a_parameter_was_never_updated(
+    two: Ranks, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "bf16.ckpt")
+    before = two.run(in_16_bits, "pydist_sharded", path, False, timeout=LIMIT_S)
+    assert before == [(4, [0, 1, 2, 3])] * 2
+    after = two.run(in_16_bits, "pydist", path, True, timeout=LIMIT_S)
+    assert after == [(4, [0, 1, 2, 3, 4])] * 2
+
+
 @pytest.mark.parametrize("strategy", SHARDED)
 def test_two_optimizers_by_hand(two: Ranks, strategy: str) -> None:
     ours = two.run(runs.gan, strategy, timeout=LIMIT_S)

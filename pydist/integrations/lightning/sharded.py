@@ -18,7 +18,13 @@ import pydist
 from pydist.errors import InvalidUsage
 from pydist.integrations.lightning.strategies import FabricMethods, TrainerMethods
 from pydist.sharding.parameter_groups import model_of
-from pydist.sharding.state.ranges import ParameterState, ShardedState, StateRange, cut_out
+from pydist.sharding.state.ranges import (
+    MASTER,
+    ParameterState,
+    ShardedState,
+    StateRange,
+    cut_out,
+)
 from pydist.sharding.state.torch_state_dict import to_unsharded
 
 
@@ -155,12 +161,22 @@ def _whole(name: str, parts: list[ParameterState]) -> ParameterState:
     merged = ShardedState.merged(ShardedState({name: part}, []) for part in parts)
     state = merged.parameters[name]
     values = cut_out(name, state, state.dims, 0, state.count) or {}
+    if set(values) == {MASTER}:
+        # torch's classes take any state for that of a parameter that was updated before.
+        values = {}
     ranges = [StateRange(0, state.count, values)]
     return ParameterState(state.shape, state.dims, ranges)
 
 
 class ShardedTrainerMethods(TrainerMethods):
-    """Of a strategy for `Trainer`."""
+    """Of a strategy for `Trainer`.
+
+    Args:
+        *args: Of Lightning's `DDPStrategy`.
+        stage: 1 or 2, as for `pydist.ShardedOptimizer`; default: 1.
+        master_weights: As there; default: "auto".
+        **kwargs: Of `DDPStrategy`, and of `pydist.DataParallel`.
+    """
 
     optimizers: list[Any]
 
@@ -183,7 +199,7 @@ class ShardedTrainerMethods(TrainerMethods):
 
 
 class ShardedFabricMethods(FabricMethods):
-    """Of a strategy for `Fabric`."""
+    """Of a strategy for `Fabric`; arguments as of `ShardedTrainerMethods`."""
 
     def __init__(
         self, *args: Any, stage: Any = 1, master_weights: Any = "auto", **kwargs: Any
