@@ -444,6 +444,10 @@ class Reducer:
         """
         After a forward whose outputs may go backward: one that no output of a forward announces averages if this one was to.
         """
+    def expect_any_order(self) -> None:
+        """
+        A schedule chooses the order of backwards, so nothing is warned of that.
+        """
     def prepare_forward(self, is_for_training: bool) -> None:
         """
         Waits for what a backward that raised left under way; raises pydist.InvalidUsage where a parameter has changed its type.

@@ -229,6 +229,8 @@ void bind_reducer(py::module_& module) {
            py::call_guard<ReleasedGil>(),
            "Waits for what a backward that raised left under way; raises pydist.InvalidUsage where "
            "a parameter has changed its type.")
+      .def("expect_any_order", &Reducer::expect_any_order,
+           "A schedule chooses the order of backwards, so nothing is warned of that.")
       .def_property_readonly("has_left_out_average", &Reducer::has_left_out_average,
                              "Whether the last backward came from a forward that averages, and "
                              "accumulated nothing, as that of torch.autograd.grad.")

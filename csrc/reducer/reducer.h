@@ -164,6 +164,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // forwards `is_for_training` between two rounds are warned of once.
   void prepare_forward(bool is_for_training);
 
+  // A schedule chooses in which order the backwards of several forwards come. Nobody is warned of
+  // one under no_sync() that comes before that of an earlier forward.
+  void expect_any_order() noexcept { has_warned_of_forward_ = true; }
+
   // Announces the backward that will start from an output of forward; see
   // Note [A backward, not a forward] and Note [Whether it averages]. Tensors that are not part of a
   // graph are left alone.

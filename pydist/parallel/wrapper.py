@@ -71,6 +71,7 @@ from pydist.parallel.torch_arguments import (
 )
 from pydist.parallel.torch_buckets import TorchBuckets
 from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
+from pydist.parallel.torchs_stages import warn_of_torchs_stage
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
 from pydist.parallel.watched_methods import WatchedMethods
 
@@ -464,6 +465,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         """Runs the module's forward. Talks to no other rank, but for `check_every=`."""
         self.require_working()
         refuse_active_torch(self)
+        warn_of_torchs_stage()
         self._forwards += 1
         # Not in an evaluation, which one rank may do alone.
         trains = torch.is_grad_enabled()
@@ -529,6 +531,15 @@ class DataParallel(TorchIdioms, StandsForModule):
             yield
         finally:
             self._set_averages(before)
+
+    def expect_any_order(self) -> None:
+        """A schedule chooses the order of backwards: one under `no_sync()` may overtake another.
+
+        Otherwise that is warned of, once, because torch's wrapper would average the wrong one.
+        """
+        self.require_joined()
+        if self._working_reducer is not None:
+            self._working_reducer.expect_any_order()
 
     @contextlib.contextmanager
     def weighted(self, weight: float | Tensor) -> Iterator[None]:

@@ -165,3 +165,15 @@ def test_clip_names_what_it_sees(tmp_path: Path) -> None:
     result = train_clip(tmp_path, 2, "--steps", "120")
     assert result["losses"][-1] < 1
     assert result["accuracy"] > 0.8
+
+
+def test_the_pipeline_trains_the_same_on_any_number_of_processes() -> None:
+    program = str(EXAMPLES / "pipeline.py")
+    launch = [sys.executable, "-m", "pydist", "run", "-n"]
+    env = {"OMP_NUM_THREADS": "1"}
+    told = [
+        run_command(command, timeout=50, env=env).stdout
+        for command in ([sys.executable, program], [*launch, "2", program], [*launch, "4", program])
+    ]
+    assert told[0].count("loss") == 3
+    assert told[1:] == [told[0]] * 2

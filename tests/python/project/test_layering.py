@@ -55,6 +55,7 @@ PYTHON_LAYERS = (
     "nn",
     "sharding",
     "training",
+    "pipelining",
     "checkpoint",
     "planning",
     "testing",

@@ -1,0 +1,165 @@
+"""Stages of a pipeline whose replicas average once a step.
+
+`torch.distributed.pipelining` cuts a batch into micro-batches, and calls a stage's module once for
+each. Every backward of a `pydist.DataParallel` among these would average. Here the last one of a
+step does, while it runs, with the gradients of those before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed.pipelining as torch_pipelining
+from torch import Tensor
+
+from pydist.collectives import all_reduce
+from pydist.errors import InvalidUsage
+from pydist.job import groups
+from pydist.parallel.wrapper import DataParallel
+
+__all__ = ["PipelineStage", "WeightedLoss"]
+
+
+class PipelineStage(torch_pipelining.PipelineStage):
+    """torch's stage, for a module in a `pydist.DataParallel` over the stage's replicas.
+
+    Takes torch's arguments, and works with torch's schedules. A step takes one round of the
+    replicas' all-reduces, which begins as the backward of the last micro-batch runs.
+
+    Zero-bubble schedules divide a backward in two, of which neither sets off the hooks of
+    gradients. This stage does all of it in the first part, so their numbers are right, and their
+    bubbles those of 1F1B.
+
+    A module in no `pydist.DataParallel` is treated as torch's stage treats it.
+
+    Raises:
+        InvalidUsage: While a schedule runs: it takes the micro-batches' backwards in an order in
+            which the last one does not come last.
+
+    Example:
+        >>> from pydist.pipelining import PipelineStage
+        >>> model = pydist.DataParallel(part, process_group=replicas)  # doctest: +SKIP
+        >>> stage = PipelineStage(model, 0, 2, device, group=chain)  # doctest: +SKIP
+    """
+
+    # How many backwards of the step have run.
+    _backwards: int = 0
+
+    @property
+    def replicated(self) -> DataParallel | None:
+        """The module, if its gradients are averaged over replicas by pydist."""
+        return self.submod if isinstance(self.submod, DataParallel) else None
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Runs a micro-batch's forward, which decides whether its backward averages."""
+        model = self.replicated
+        if model is None or not self.has_backward or self._is_last(fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        model.expect_any_order()
+        with model.no_sync():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
+        """Runs a micro-batch's backward, whole."""
+        if self.replicated is None:
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        is_last = self._is_last(bwd_chunk_id)
+        if is_last != self._is_last(self._backwards):
+            raise InvalidUsage(
+                f"the schedule runs the backward of micro-batch {bwd_chunk_id} of {self.chunks} as "
+                f"number {self._backwards}: gradients are averaged in that of the last one, which "
+                "must come last"
+            )
+        self._backwards = 0 if is_last else self._backwards + 1
+        return super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Nothing: `backward_one_chunk` has done it."""
+        if self.replicated is None:
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def _is_last(self, chunk_id: int) -> bool:
+        return self.chunks is not None and chunk_id == self.chunks - 1
+
+    def clear_runtime_states(self) -> None:
+        """Forgets what an interrupted step has left."""
+        self._backwards = 0
+        super().clear_runtime_states()
+
+
+class WeightedLoss:
+    """A loss over micro-batches and replicas of different weights, for the schedules of all stages.
+
+    The mean that one process would compute over the whole batch: of tokens, say, of which
+    micro-batches have different numbers. A schedule divides gradients by the number of
+    micro-batches, and replicas average; this undoes both.
+
+    Args:
+        loss: The weighted mean over a micro-batch, such as `torch.nn.functional.cross_entropy`,
+            called with outputs and targets.
+        weight: The weight of targets: `lambda t: (t != -100).sum()`. It is read by the host, so on
+            GPUs each micro-batch waits for it.
+        stage: This rank's, which computes the loss if it is the last one.
+
+    Example:
+        >>> loss = WeightedLoss(cross_entropy, lambda t: (t != -100).sum(), stage)  # doctest: +SKIP
+        >>> schedule = Schedule1F1B(stage, 4, loss_fn=loss)  # doctest: +SKIP
+        >>> with loss.over(targets):  # doctest: +SKIP
+        ...     schedule.step(target=targets)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        weight: Callable[[Any], Tensor | float],
+        stage: PipelineStage,
+    ) -> None:
+        self._loss, self._weight, self._stage = loss, weight, stage
+        self._share: float | None = None
+
+    @contextlib.contextmanager
+    def over(self, targets: Any) -> Iterator[None]:
+        """Weights the micro-batches of a step by what all replicas have. All ranks call it.
+
+        Args:
+            targets: Of this replica, for the whole step; of no meaning but in the last stage.
+
+        Raises:
+            InvalidUsage: The weights of all replicas add up to nothing.
+        """
+        if not self._stage.is_last:
+            yield
+            return
+        total = float(self._weight(targets))
+        replicas = 1
+        if (model := self._stage.replicated) is not None:
+            group = model.process_group
+            replicas = groups.communicator_of(group, "process_group").size
+            total = float(all_reduce(torch.tensor(total, dtype=torch.float64), group=group))
+        if not total > 0:
+            raise InvalidUsage(f"the weights of the step's targets add up to {total:g}")
+        self._share = replicas / total
+        try:
+            yield
+        finally:
+            self._share = None
+
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
+        """The micro-batch's part; the mean of all parts is the loss of the whole batch."""
+        if self._share is None:
+            raise InvalidUsage("the step's weights are not known: step within `loss.over(targets)`")
+        if self._stage.chunks is None:
+            return self._loss(outputs, targets)  # before its first step a schedule asks what comes
+        weight = float(self._weight(targets))
+        if weight == 0:  # and the mean of nothing is no number
+            return outputs.sum() * 0  # type: ignore[no-any-return]
+        return self._loss(outputs, targets) * (weight * self._share * self._stage.chunks)
