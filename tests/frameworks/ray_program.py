@@ -71,6 +71,17 @@ def other_numbers(folder: Path) -> Any:
     return results
 
 
+def lightning(folder: Path) -> Any:
+    """Lightning's Trainer by Ray's own strategy on gloo, and by ours."""
+    from ray_lightning_trainings import train as train_by_lightning
+
+    configs = {"ray": TorchConfig(backend="gloo"), "pydist": PydistConfig()}
+    return {
+        name: run(train_by_lightning, config, 2, folder / name, name=name, functions=name)
+        for name, config in configs.items()
+    }
+
+
 def main(scenario: str, folder: Path) -> None:
     ray.init(
         num_cpus=2,

@@ -12,6 +12,7 @@ In place of what `ray.train.torch` has of the same names::
 
 `report` and `restore` keep checkpoints of pydist where Ray keeps its own, so that a training which
 has lost a worker goes on from the last one, on any number of workers.
+`pydist.integrations.ray.lightning` has a strategy for Lightning's Trainer inside of Ray Train.
 """
 
 from pydist.integrations.ray.checkpoints import report, restore

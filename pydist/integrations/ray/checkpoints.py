@@ -30,7 +30,7 @@ def report(metrics: Mapping[str, Any], **saved: Any) -> None:
     Raises:
         InvalidUsage: The run's storage is no file system that is mounted on the workers; or
             `step`, `keep` or `asynchronous` is given: Ray names, removes and waits for checkpoints.
-        CheckpointError, Mismatch: As from `pydist.save`.
+        CheckpointError, InvalidUsage, Mismatch: As from `pydist.save`.
     """
     if not saved:
         ray.train.report(dict(metrics))
