@@ -70,7 +70,7 @@ def refuse_wrapped(module: nn.Module) -> None:
 
     But for Note [Frozen wrappers].
     """
-    for name, part in _parts(module):
+    for name, part in parts_by_path(module):
         where = f"{name} of the module" if name else "the module"
         if isinstance(part, StandIn) and (not name or _has_to_train(part)):
             raise InvalidUsage(
@@ -109,7 +109,7 @@ def refuse_active_torch(wrapper: StandIn) -> None:
     """
     active = active_torch_wrapper()
     # Another thread's may run, which has nothing to do with this one's model.
-    is_within = active is not None and any(part is wrapper for _, part in _parts(active))
+    is_within = active is not None and any(part is wrapper for _, part in parts_by_path(active))
     if is_within and _has_to_train(wrapper):
         raise InvalidUsage(_TWO_AVERAGES)
 
@@ -147,7 +147,7 @@ def _before_registration(outer: nn.Module, _name: str, inner: nn.Module | None) 
     if isinstance(outer, DistributedDataParallel):
         _before_averaging(outer, inner)
     elif isinstance(outer, nn.DataParallel):
-        if any(isinstance(part, StandIn) for _, part in _parts(inner)):
+        if any(isinstance(part, StandIn) for _, part in parts_by_path(inner)):
             raise InvalidUsage(_COPIES_IN_THREADS)
     elif is_fully_sharded(outer):
         _before_sharding(inner)
@@ -158,7 +158,7 @@ _waiting: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKe
 
 
 def _before_averaging(outer: DistributedDataParallel, inner: nn.Module) -> None:
-    if any(isinstance(part, StandIn) and _has_to_train(part) for _, part in _parts(inner)):
+    if any(isinstance(part, StandIn) and _has_to_train(part) for _, part in parts_by_path(inner)):
         raise InvalidUsage(_TWO_AVERAGES)
     if not trainers_of(_trained_by_torch(inner)):
         return
@@ -199,9 +199,9 @@ def _trained_by_torch(module: nn.Module) -> list[Tensor]:
 
 def _before_sharding(inner: nn.Module) -> None:
     """Comes when torch has put shards in the place of the parameters."""
-    sharded = {id(part) for _, part in _parts(inner)}
+    sharded = {id(part) for _, part in parts_by_path(inner)}
     for wrapper in newest_first():
-        if any(id(part) in sharded for _, part in _parts(wrapper.module)):
+        if any(id(part) in sharded for _, part in parts_by_path(wrapper.module)):
             wrapper.retire(None, "given to torch's FullyShardedDataParallel")
 
 
@@ -209,7 +209,7 @@ def _has_to_train(wrapper: StandIn) -> bool:
     return any(parameter.requires_grad for parameter in wrapper.parameters())
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def parts_by_path(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """A module and those within it, by path: also wrappers, which `modules()` passes over."""
     seen = set()
     left = [("", module)]

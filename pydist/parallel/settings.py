@@ -13,7 +13,8 @@ from pydist.errors import InvalidUsage
 from pydist.job.arguments import flag
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
 from pydist.parallel.divergence_check import checked_every
-from pydist.parallel.torch_arguments import caps_of, group_of
+from pydist.parallel.several_devices.replicas import Replicas
+from pydist.parallel.torch_arguments import caps_of, group_of, replicas_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,8 +28,10 @@ class Settings:
     """Arguments of the constructor, checked. Copies of a wrapper have the same.
 
     Attributes:
-        device_ids: The GPU to which forward moves its arguments; see `input_device_of`.
+        device_ids: The GPU to which forward moves its arguments; see `input_device_of`. Several:
+            see `replicas`.
         output_device: That GPU again, or None.
+        replicas: What runs the module on several devices; None: it runs on one.
         process_group: The ranks to average over; None: all.
         caps_bytes: The sizes at which buckets are closed; empty: chosen by measurements.
         has_list_of_caps: Whether they were given as a list.
@@ -44,8 +47,9 @@ class Settings:
         of_torch: Arguments that are only there to be read, as attributes of torch's class.
     """
 
-    device_ids: Sequence[int | torch.device] | None
+    device_ids: Sequence[int | str | torch.device] | None
     output_device: object
+    replicas: Replicas | None
     process_group: ProcessGroup | None
     caps_bytes: tuple[int, ...]
     has_list_of_caps: bool
@@ -85,7 +89,7 @@ class Settings:
 
 def settings_of(
     *,
-    device_ids: Sequence[int | torch.device] | None,
+    device_ids: Sequence[int | str | torch.device] | None,
     output_device: object,
     broadcast_buffers: bool | None,
     init_sync: bool,
@@ -127,6 +131,7 @@ def settings_of(
     return Settings(
         device_ids=device_ids,
         output_device=output_device,
+        replicas=replicas_of(device_ids, output_device, dim),
         process_group=process_group,
         caps_bytes=caps_bytes,
         has_list_of_caps=bool(bucket_cap_mb_list),

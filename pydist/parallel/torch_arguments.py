@@ -13,6 +13,7 @@ from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 from pydist.parallel.bucket_planner import cap_bytes_of
 from pydist.parallel.rank_local import RankLocal
+from pydist.parallel.several_devices.replicas import CpuReplicas, GpuReplicas, Replicas
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,14 +86,13 @@ def caps_of(
 
 
 def input_device_of(
-    module: RankLocal, device_ids: Sequence[int | torch.device] | None, output_device: object
+    module: RankLocal, device_ids: Sequence[int | str | torch.device] | None, output_device: object
 ) -> torch.device | None:
     """Where forward's arguments are to be; None: where they are.
 
     Raises:
         InvalidUsage: The module is not there, or outputs were to be elsewhere.
     """
-    _require_list("device_ids", device_ids, "one GPU, as in device_ids=[pydist.device()]")
     places = {parameter.device for _, parameter in module.shared_parameters()}
     where = ", ".join(sorted(map(str, places)))
     if not device_ids:
@@ -103,9 +103,7 @@ def input_device_of(
             )
         return None
     if len(device_ids) > 1:
-        raise InvalidUsage(
-            f"device_ids is {list(device_ids)}; a process computes on one GPU, so name that"
-        )
+        return None  # each replica gets its share where it is
     if all(place.type == "cpu" for place in places):
         raise InvalidUsage(
             f"device_ids is {list(device_ids)}, and the module's parameters are on {where}: pass "
@@ -123,6 +121,56 @@ def input_device_of(
             "stay where the module computes them, so leave output_device out"
         )
     return device
+
+
+def replicas_of(
+    device_ids: Sequence[int | str | torch.device] | None, output_device: object, dim: object
+) -> Replicas | None:
+    """What runs a module on several devices; None: there is one, or none is named.
+
+    Raises:
+        InvalidUsage: The devices are not all GPUs or all the CPU, or one GPU is named twice or is
+            not there.
+    """
+    _require_list("device_ids", device_ids, "one GPU, as in device_ids=[pydist.device()]")
+    if not device_ids or len(device_ids) == 1:
+        return None
+    given = f"device_ids is {list(device_ids)}"
+    if not isinstance(dim, int):
+        raise InvalidUsage(f"dim is {a_type(dim)}; it must be the number of a dimension")
+    devices = [_numbered(_gpu("device_ids", named)) for named in device_ids]
+    kinds = {device.type for device in devices}
+    if kinds not in ({"cuda"}, {"cpu"}):
+        raise InvalidUsage(
+            f"{given}, devices of kind {' and '.join(sorted(kinds))}; name GPUs alone, or the CPU "
+            'several times, as in ["cpu", "cpu"]'
+        )
+    onto = devices[0] if output_device is None else _numbered(_gpu("output_device", output_device))
+    if kinds == {"cpu"}:
+        if onto.type != "cpu":
+            raise InvalidUsage(
+                f"output_device is {output_device!r}, and {given}: leave output_device out"
+            )
+        return CpuReplicas(devices, onto, dim)
+    if len(set(devices)) < len(devices):
+        raise InvalidUsage(f"{given}; a GPU can have one replica alone, so name each once")
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        if missing := [device for device in devices if device.index >= count]:
+            raise InvalidUsage(f"{given}, and {missing[0]} is not there: this process sees {count}")
+    if onto not in (*devices, torch.device("cpu")):
+        raise InvalidUsage(
+            f"output_device is {output_device!r}, and {given}: outputs go to one of these, or to "
+            '"cpu"'
+        )
+    return GpuReplicas(devices, onto, dim)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its number, where "cuda" means the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def _gpu(argument: str, named: Any) -> torch.device:

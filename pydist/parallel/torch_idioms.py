@@ -43,6 +43,11 @@ def refuse_zero_hook(hook: Callable[..., Any]) -> None:
         )
 
 
+def _as_torch_has_it(device: torch.device) -> int | torch.device:
+    """A GPU's number, and other devices as they are."""
+    return device.index if device.type == "cuda" else device
+
+
 class TorchIdioms(WrapperStandIn):
     """The part of `pydist.DataParallel` that is there for such programs alone."""
 
@@ -73,12 +78,15 @@ class TorchIdioms(WrapperStandIn):
             process_group: As it was given, or of the mesh that was given.
             **arguments: Of the constructor, which torch's class has as attributes.
         """
-        device_ids = None if input_device is None else [input_device.index]
+        devices = [] if input_device is None else [input_device]
+        onto = input_device
+        if self._settings.replicas is not None:
+            devices, onto = self._settings.replicas.devices, self._settings.replicas.output_device
         attributes = {
             **arguments,
             "device": self._local.shared_parameters()[0][1].device,
-            "device_ids": device_ids,
-            "output_device": None if device_ids is None else device_ids[0],
+            "device_ids": [_as_torch_has_it(device) for device in devices] or None,
+            "output_device": None if onto is None else _as_torch_has_it(onto),
             "process_group": dist.group.WORLD if process_group is None else process_group,
             "parameters_to_ignore": set(ignored_names(self.module)),
         }

@@ -167,10 +167,21 @@ class DataParallel(TorchIdioms, StandsForModule):
         module: The module, on the CPU or on CUDA devices (also several), with its parameters in
             their final dtypes.
         device_ids: One GPU, by number, to which forward moves its arguments. Default: they stay
-            where they are. None for a module on the CPU.
-        output_device: That GPU again, or None: outputs stay where the module computes them.
-        dim: Of no effect, in torch's class as well: a rank's batch is its own, so nothing is cut
-            along a dimension. It can be read as `model.dim`.
+            where they are. None for a module on the CPU. Several GPUs, the module's own first: as
+            in torch.nn.DataParallel, forward cuts the tensors among its arguments along `dim`, runs
+            a copy of the module on each GPU, and joins the outputs (tensors or None in any nesting;
+            a scalar becomes a vector with an element for each GPU). Fewer GPUs compute where the
+            batch is smaller. Backward sums the gradients into the module's parameters, and they are
+            averaged over the ranks then. The copy on the first GPU has the module's own buffers, so
+            what it changes in place stays. `device_ids=["cpu", "cpu"]` does the same on the CPU, to
+            try it. Methods other than forward run on the first device alone. A process for each GPU
+            (`pydist run --gpus`) is faster.
+        output_device: With several `device_ids`, where the joined outputs go: one of the GPUs, by
+            number, or "cpu". Default: the first. Otherwise that GPU again, or None: outputs stay
+            where the module computes them.
+        dim: With several `device_ids`, the dimension along which arguments are cut and outputs
+            joined. Default: 0. Of no effect otherwise, in torch's class as well: a rank's batch is
+            its own. It can be read as `model.dim`.
         broadcast_buffers: Whether to copy rank 0's buffers to all ranks, at construction and after
             each backward. Default: True. `model.broadcast_buffers = False` stops it later.
         init_sync: Whether to copy rank 0's parameters at construction, and its buffers. If False,
@@ -226,10 +237,10 @@ class DataParallel(TorchIdioms, StandsForModule):
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
             part of the module is wrapped already (also by torch's class), an argument is of a wrong
-            type or not supported, `device_ids` names a GPU that the module is not on, this rank is
-            not in `process_group`, a parameter is named as ignored by some of its names only, or
-            the backend can't reduce such gradients (NCCL, in a wire type or on the ring, without
-            pydist's CUDA kernels).
+            type or not supported, `device_ids` names a GPU that the module is not on, or devices of
+            several kinds, or a GPU twice, this rank is not in `process_group`, a parameter is named
+            as ignored by some of its names only, or the backend can't reduce such gradients (NCCL,
+            in a wire type or on the ring, without pydist's CUDA kernels).
         Mismatch: The module or an argument differs between ranks (on every rank, naming the first
             difference).
 
@@ -267,7 +278,7 @@ class DataParallel(TorchIdioms, StandsForModule):
     def __init__(
         self,
         module: nn.Module,
-        device_ids: Sequence[int | torch.device] | None = None,
+        device_ids: Sequence[int | str | torch.device] | None = None,
         output_device: object = None,
         dim: int = 0,
         broadcast_buffers: bool | None = None,
@@ -327,6 +338,8 @@ class DataParallel(TorchIdioms, StandsForModule):
         _warn_of_unknown(local)
         require_trainable(local)
         input_device = input_device_of(local, settings.device_ids, settings.output_device)
+        if settings.replicas is not None:
+            settings.replicas.require_copyable(module)
         membership.init()
         self._wrap(local, settings, input_device)
         self._join(
@@ -385,6 +398,8 @@ class DataParallel(TorchIdioms, StandsForModule):
         local.look_again()
         require_trainable(local)
         input_device = input_device_of(local, settings.device_ids, settings.output_device)
+        if settings.replicas is not None:
+            settings.replicas.require_copyable(local.module)
         membership.init()
         # A group of its own: the user's collectives can't be taken for these, or these for theirs.
         parent = groups.communicator_of(settings.process_group, "process_group")
@@ -474,8 +489,9 @@ class DataParallel(TorchIdioms, StandsForModule):
                 self._add(joining)
             else:
                 self.require_joined()
+        replicas = self._settings.replicas
         for owner in self.shard_owners():
-            owner.before_forward(self.module)
+            owner.finish() if replicas is not None else owner.before_forward(self.module)
         if self._input_device is not None:
             # A packed sequence moves whole: its sizes of batches stay on the CPU.
             args, kwargs = tree_map_only(
@@ -496,7 +512,10 @@ class DataParallel(TorchIdioms, StandsForModule):
                 during.enter_context(owner.during_forward())
             if reducer is not None and self._buffer_sync is not None and not trains:
                 during.enter_context(self._buffer_sync.during_forward_without_gradients())
-            outputs = self.module(*args, **kwargs)
+            if replicas is not None:
+                outputs = replicas.run(self.module, args, kwargs)
+            else:
+                outputs = self.module(*args, **kwargs)
         watch_outputs(weakref.ref(self), outputs)
         return outputs
 

@@ -334,7 +334,7 @@ def inputs_are_moved() -> None:
         model = pydist.DataParallel(module, device_ids=device_ids)
         assert model(torch.ones(4, 3)).device == last
         assert model(input=torch.ones(4, 3, device="cuda:0")).device == last
-    for wrong, said in (([0], f"parameters are on {last}: move"), ([0, 1], "name that")):
+    for wrong, said in (([0], f"parameters are on {last}: move"), ([0, 0], "one replica alone")):
         if wrong == [last.index]:
             continue
         with pytest.raises(pydist.InvalidUsage, match=said):

@@ -85,7 +85,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hooked": ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, "leave it out"),
     "device_ids": ({"device_ids": [0]}, "device_ids=None for a module on the CPU"),
     "output_device": ({"output_device": "cuda:0"}, "output_device is 'cuda:0' without device_ids"),
-    "several": ({"device_ids": [0, 1]}, "a process computes on one GPU"),
+    "several": ({"device_ids": [0, 1]}, "on cpu, and the first of device_ids is cuda:0: move"),
+    "mixed": ({"device_ids": ["cpu", 0]}, "devices of kind cpu and cuda; name GPUs alone"),
+    "twice": ({"device_ids": [1, 1]}, "a GPU can have one replica alone"),
+    "elsewhere": ({"device_ids": [0, 1], "output_device": 2}, "outputs go to one of these"),
+    "no dimension": ({"device_ids": ["cpu"] * 2, "dim": "rows"}, "dim is a str"),
 }
 
 
