@@ -36,6 +36,8 @@ def results_of(scenario: str, folder: Path, *, limit_s: float) -> Any:
             "RAY_TEST_FOLDER": own,
             "RAY_TEST_MARK": mark,
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Otherwise `import torch` tells of backend "pydist", and not `PydistConfig` alone.
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         }
         with _nothing_left(mark):
             ended = run_command(

@@ -19,10 +19,20 @@ from pydist.integrations.ray import PydistConfig
 def parity(folder: Path) -> Any:
     """Ray's own training on gloo, and ours."""
     configs = {"ray": TorchConfig(backend="gloo"), "pydist": PydistConfig()}
-    return {
+    results = {
         name: run(train, config, 2, folder / name, name=name, functions=name)
         for name, config in configs.items()
     }
+    # A function of this script travels by value, so the worker has not imported pydist for it.
+    results["backend"] = run(backend, PydistConfig(), 1, folder / "backend", name="backend")
+    return results
+
+
+def backend(config: dict[str, Any]) -> None:
+    """Leaves the backend of the group that Ray has made; imports no pydist."""
+    import torch.distributed as dist
+
+    Path(config["folder"], "rank-0.json").write_text(json.dumps(dist.get_backend()))
 
 
 def loss_of_a_worker(folder: Path) -> Any:

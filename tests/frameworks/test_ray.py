@@ -28,6 +28,7 @@ LIMIT_S = 300.0
 
 def test_the_same_losses_and_weights_as_on_gloo(tmp_path: Path) -> None:
     of = results_of("parity", tmp_path, limit_s=LIMIT_S)
+    assert of["backend"] == ["pydist"]
     for ours, theirs in zip(of["pydist"], of["ray"], strict=True):
         assert ours["wrapper"].startswith("pydist.")
         assert theirs["wrapper"].startswith("torch.")
