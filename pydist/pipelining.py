@@ -18,6 +18,7 @@ from torch import Tensor
 from pydist.collectives import all_reduce
 from pydist.errors import InvalidUsage
 from pydist.job import groups
+from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
 
 __all__ = ["PipelineStage", "WeightedLoss"]
@@ -35,9 +36,14 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     A module in no `pydist.DataParallel` is treated as torch's stage treats it.
 
+    Before the first step torch may run the module once for the shapes of its outputs, which running
+    statistics of BatchNorm take up; not where the stage is given `input_args` and `output_args`.
+
     Raises:
         InvalidUsage: While a schedule runs: it takes the micro-batches' backwards in an order in
-            which the last one does not come last.
+            which the last one does not come last, or it steps within `model.weighted()`, for which
+            there is `WeightedLoss`.
+        Mismatch: While a schedule runs: replicas have different numbers of micro-batches.
 
     Example:
         >>> from pydist.pipelining import PipelineStage
@@ -47,6 +53,10 @@ class PipelineStage(torch_pipelining.PipelineStage):
 
     # How many backwards of the step have run.
     _backwards: int = 0
+    # The number of micro-batches that the replicas have compared.
+    _compared: int | None = None
+    # What gradients were divided by at the end of the last step.
+    scaled_by: int | None = None
 
     @property
     def replicated(self) -> DataParallel | None:
@@ -56,6 +66,14 @@ class PipelineStage(torch_pipelining.PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs a micro-batch's forward, which decides whether its backward averages."""
         model = self.replicated
+        if model is not None and self.chunks != self._compared:
+            check_same(
+                groups.communicator_of(model.process_group, "process_group"),
+                f"the schedule of stage {self.stage_index}",
+                [f"n_microbatches={self.chunks}"],
+                "give the schedules of all replicas the same n_microbatches",
+            )
+            self._compared = self.chunks
         if model is None or not self.has_backward or self._is_last(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         model.expect_any_order()
@@ -70,8 +88,14 @@ class PipelineStage(torch_pipelining.PipelineStage):
         last_backward: bool = False,
     ) -> Any:
         """Runs a micro-batch's backward, whole."""
-        if self.replicated is None:
+        model = self.replicated
+        if model is None:
             return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if model.weight_of_backward is not None:
+            raise InvalidUsage(
+                "a schedule steps within model.weighted(), and divides gradients by the number of "
+                "micro-batches besides: use pydist.pipelining.WeightedLoss"
+            )
         is_last = self._is_last(bwd_chunk_id)
         if is_last != self._is_last(self._backwards):
             raise InvalidUsage(
@@ -86,6 +110,11 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """Nothing: `backward_one_chunk` has done it."""
         if self.replicated is None:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divides the gradients of a step, as torch's stage does, and notes by what."""
+        self.scaled_by = grad_scale_factor
+        super().scale_grads(grad_scale_factor)
 
     def _is_last(self, chunk_id: int) -> bool:
         return self.chunks is not None and chunk_id == self.chunks - 1
@@ -133,8 +162,11 @@ class WeightedLoss:
         Args:
             targets: Of this replica, for the whole step; of no meaning but in the last stage.
 
+        Where nothing has any weight, the loss is 0.
+
         Raises:
-            InvalidUsage: The weights of all replicas add up to nothing.
+            InvalidUsage: The schedule was made with `scale_grads=False`, so that gradients are as
+                many times too large as there are micro-batches.
         """
         if not self._stage.is_last:
             yield
@@ -145,13 +177,17 @@ class WeightedLoss:
             group = model.process_group
             replicas = groups.communicator_of(group, "process_group").size
             total = float(all_reduce(torch.tensor(total, dtype=torch.float64), group=group))
-        if not total > 0:
-            raise InvalidUsage(f"the weights of the step's targets add up to {total:g}")
-        self._share = replicas / total
+        self._share = replicas / total if total else 0.0
+        self._stage.scaled_by = None
         try:
             yield
         finally:
             self._share = None
+        if self._stage.chunks != 1 and self._stage.scaled_by != self._stage.chunks:
+            raise InvalidUsage(
+                f"gradients of {self._stage.chunks} micro-batches were not divided by their "
+                "number, as WeightedLoss expects: leave scale_grads=True in the schedule"
+            )
 
     def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """The micro-batch's part; the mean of all parts is the loss of the whole batch."""

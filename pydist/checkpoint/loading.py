@@ -241,7 +241,8 @@ def config_of(path: str | os.PathLike[str]) -> Config:
         CheckpointError: There is no checkpoint, or its list of files is damaged.
         InvalidUsage: It was saved by a pydist that has names which this one does not know.
     """
-    return Config.from_dict(config_in(find(real(path))))
+    folder = find(real(path))
+    return Config.from_dict(config_in(folder), str(folder))
 
 
 def step_of(path: str | os.PathLike[str]) -> int | None:

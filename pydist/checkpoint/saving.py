@@ -77,6 +77,8 @@ class _Part:
     aliases: dict[str, str] = field(default_factory=dict)
     # Of optimizers, by their entries. Packed: training goes on while they are written.
     outlines: dict[str, bytes] = field(default_factory=dict)
+    # How the training is set up now: an asynchronous save writes it later.
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def save(
@@ -177,6 +179,7 @@ def save(
             # Each rank saves a part of the parameters, so all must have the same values.
             if own := model_state.own_writes(models):
                 written = f", {own}"
+            part.config = in_force.to_save()
             if several := names_of(given):
                 part.objects |= {PARTS: pack("names", several)}
             if asynchronous:
@@ -267,7 +270,7 @@ def _write(
             _agreed(communicator, place, begin_it if leads else None)
             own = _agreed(communicator, place, lambda: _write_own(partial, rank, part))
             told = exchange(communicator, own, _CALL)
-            complete = functools.partial(_complete, place, told, part.aliases, step)
+            complete = functools.partial(_complete, place, told, part.aliases, part.config, step)
             _agreed(communicator, place, complete if leads else None)
             _agreed(communicator, place, forget if leads else None)
         except (CheckpointError, InvalidUsage, KnownToAll):
@@ -311,6 +314,7 @@ def _complete(
     place: Path,
     told: list[bytes],
     aliases: dict[str, str],
+    config: dict[str, Any],
     step: int | None,
 ) -> None:
     import pydist.checkpoint.dcp_files as dcp_files
@@ -333,7 +337,7 @@ def _complete(
     if (sequence := next_sequence(place)) is not None:
         facts[SEQUENCE] = sequence
     # Last of the facts, since the others are looked for at the beginning of the file.
-    facts[CONFIG] = in_force.to_save()
+    facts[CONFIG] = config
     write_manifest(partial, files, facts)
     publish(place)
 

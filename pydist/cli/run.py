@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from pydist.cli.end_with_launcher import signals_to_handle, tie
 from pydist.cli.host_flags import add_host_flags
 from pydist.cli.launched_nodes import take_nodes_of_launcher
+from pydist.config import in_force
 from pydist.errors import Error
 from pydist.gpu.selection import choose_gpus, from_command_line, gpu_variables, process_count
 
@@ -162,6 +163,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     # A module to be run may lie in the folder that the command is given in, as with `python -m`.
     sys.path.insert(0, os.getcwd())
+    # The ranks read the configuration by themselves.
+    in_force.leave_environment()
     try:
         options = _parser().parse_args(list(arguments))
         if options.hosts is not None or options.hostfile is not None:

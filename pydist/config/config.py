@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import json
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -66,15 +68,21 @@ class Config:
             "loader": loader,
             "training": training,
         }
-        self._sources: dict[tuple[str, str], str] = {}
+        # Where each value is from, by section and name: "argument", or a file's path.
+        self.sources: dict[tuple[str, str], str] = {}
         self._tables: dict[str, dict[str, Any]] = {}
         self._add({name: table for name, table in given.items() if table is not None}, ARGUMENT)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Config:
-        """Of a dict of sections, each a dict. See the class for errors."""
+    def from_dict(cls, values: Mapping[str, Any], source: str = ARGUMENT) -> Config:
+        """Of a dict of sections, each a dict. See the class for errors.
+
+        Args:
+            values: By section and name.
+            source: Where they are from, if not from the program: variables go before them then.
+        """
         config = cls()
-        config._add(values, ARGUMENT)
+        config._add(values, source)
         return config
 
     @classmethod
@@ -100,13 +108,10 @@ class Config:
         """
         from pydist.config.deepspeed import translate  # not at import: few need it
 
-        is_dict = isinstance(config, Mapping)
-        translated = cls()
-        source = ARGUMENT if isinstance(config, Mapping) else os.fspath(config)
-        tables = dict(config) if isinstance(config, Mapping) else read_tables(config)
-        where = "DeepSpeed's configuration" if is_dict else source
-        translated._add(translate(tables, where), source)
-        return translated
+        if isinstance(config, Mapping):
+            return cls.from_dict(translate(config, "DeepSpeed's configuration"))
+        path = os.fspath(config)
+        return cls.from_dict(translate(read_tables(config), path), path)
 
     def updated(self, **sections: Mapping[str, Any]) -> Config:
         """A configuration in which these values, by section, go before this one's."""
@@ -118,20 +123,20 @@ class Config:
         for each in (self, other):
             for section, table in each._tables.items():
                 both._tables.setdefault(section, {}).update(table)
-            both._sources.update(each._sources)
+            both.sources.update(each.sources)
         return both
 
     def __getitem__(self, section: str) -> dict[str, Any]:
         """What is given in a section, without defaults."""
-        return dict(self._tables.get(section, {}))
+        return copy.deepcopy(self._tables.get(section, {}))
 
     def source_of(self, section: str, name: str) -> str | None:
         """Where a value is from: "argument", or a file's path; None where there is none."""
-        return self._sources.get((section, name))
+        return self.sources.get((section, name))
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """All that is given, for `from_dict`, or for JSON."""
-        return {section: dict(table) for section, table in self._tables.items() if table}
+        return {section: self[section] for section, table in self._tables.items() if table}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config) and self.to_dict() == other.to_dict()
@@ -150,28 +155,35 @@ class Config:
             if not isinstance(table, Mapping):
                 raise InvalidUsage(f"{where}: {section} is {table!r}; it must be a table of names")
             for name, value in table.items():
-                find(section, name, where).require(value, where)
-                self._tables.setdefault(section, {})[name] = value
-                self._sources[section, name] = source
+                find(section, str(name), where).require(value, where)
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError) as error:
+                    raise InvalidUsage(
+                        f"{where}: {section}.{name} is {value!r}, which no file could have, nor a "
+                        f"checkpoint: {error}"
+                    ) from error
+                self._tables.setdefault(section, {})[name] = copy.deepcopy(value)
+                self.sources[section, name] = source
         _require_valid(self._tables.get(ENGINE, {}), where)
 
 
-# Held while variables are another's.
-_lock = threading.Lock()
+# Held while variables are changed.
+environment_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _instead(variables: Mapping[str, str]) -> Iterator[None]:
     """Puts variables into the environment, and takes them out again."""
-    with _lock:
+    with environment_lock:
         before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
         try:
+            os.environ.update(variables)
             yield
         finally:
             for name, value in before.items():
                 if value is None:
-                    del os.environ[name]
+                    os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
 
@@ -180,6 +192,9 @@ def _require_valid(engine: Mapping[str, Any], source: str) -> None:
     """Has the engine judge its variables, by the same words as when it reads them."""
     if not engine:
         return
+    for name, value in engine.items():
+        if "\0" in text_of(value):
+            raise InvalidUsage(f"{source}: engine.{name} is {value!r}, which no variable can be")
     if "backend" in engine:
         parse_backend(text_of(engine["backend"]), f"{source}: engine.backend")
     try:

@@ -103,7 +103,16 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     if any(each.take("enabled", False) for each in bf16):
         training["dtype"] = "bfloat16"
         # The weights that are updated are kept in float32, as theirs are in every stage. Ours are
-        # where the state is sharded; the numbers are the same.
+        # where the state is sharded. But without sharding theirs add up gradients in float32, too.
+        steps = training["accumulation_steps"]
+        if steps is None and None not in (training["batch_size"], training["micro_batch_size"]):
+            steps = 0  # whatever is left for it
+        if stage == 0 and steps not in (None, 1):
+            raise InvalidUsage(
+                f"{where}: bf16 without zero_optimization adds up gradients in float32, and pydist "
+                "in bfloat16: set zero_optimization.stage to 1, which does so there as well, or "
+                "gradient_accumulation_steps to 1"
+            )
         stage = stage or 1
     if given.table("fp16").take("enabled", False):
         raise InvalidUsage(
@@ -113,7 +122,7 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     optimizer = _optimizer(given.table("optimizer"))
     optimizer["stage"] = stage
     left = given.left() + zero.left("zero_optimization.")
-    left += [name for each in bf16 for name in each.left("bf16.")]
+    left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.")
     changing = [name for name in left if name not in _WITHOUT_EFFECT]
     if changing:
         raise InvalidUsage(
@@ -139,7 +148,10 @@ def _optimizer(given: _Taken) -> dict[str, Any]:
     if name.lower() in ("adam", "adamw"):
         # Their Adam decays weights as AdamW does unless told otherwise, and their own kernels
         # decay nothing by default, where torch's AdamW does.
-        decays_apart = params.pop("adam_w_mode", True) or name.lower() == "adamw"
+        mode = params.pop("adam_w_mode", True)
+        if not isinstance(mode, bool):
+            raise InvalidUsage(f"{given.where}: adam_w_mode is {mode!r}; it must be true or false")
+        decays_apart = mode or name.lower() == "adamw"
         if not params.pop("torch_adam", False):
             params.setdefault("weight_decay", 0.0)
         name = "AdamW" if decays_apart else "Adam"

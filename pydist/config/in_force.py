@@ -13,11 +13,11 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
-from pydist.config.config import ARGUMENT, Config
+from pydist.config.config import ARGUMENT, Config, environment_lock
 from pydist.config.fields import ENGINE, SECTIONS, add_arguments, fields_of, text_of, variable_of
 from pydist.config.hints import matches
 from pydist.errors import InvalidUsage
@@ -32,8 +32,19 @@ DEFAULT = "default"
 
 # By `pydist.init(config=)`.
 _given: Config | None = None
-# For each variable that a configuration has set: the value before, and where the new one is from.
-_set: dict[str, tuple[str | None, str]] = {}
+
+
+@dataclass(frozen=True)
+class _Put:
+    """A variable that a configuration has set."""
+
+    text: str
+    source: str
+    before: str | None
+
+
+# By their names.
+_put: dict[str, _Put] = {}
 # What the last call of each section was made with: value and source, by name.
 _made_with: dict[str, dict[str, tuple[Any, str]]] = {}
 
@@ -60,9 +71,18 @@ def current() -> Config:
     Raises:
         InvalidUsage: the file that PYDIST_CONFIG names can't be read, or is not valid.
     """
+    return _over_file(_given)
+
+
+def _over_file(given: Config | None) -> Config:
+    """What a configuration that the program has given makes of that of PYDIST_CONFIG.
+
+    Raises:
+        InvalidUsage: the file that PYDIST_CONFIG names can't be read, or is not valid.
+    """
     path = os.environ.get("PYDIST_CONFIG")
     of_file = _of_file(path) if path else Config()
-    return of_file if _given is None else of_file.merged(_given)
+    return of_file if given is None else of_file.merged(given)
 
 
 def configuration_of(given: Configuration | None) -> Config | None:
@@ -75,19 +95,42 @@ def configuration_of(given: Configuration | None) -> Config | None:
 def use(config: Config | None) -> None:
     """Puts a configuration in force; None: that of PYDIST_CONFIG alone."""
     global _given
-    for name, (before, _) in _set.items():
-        if before is None:
-            os.environ.pop(name, None)
+    found = _over_file(config)
+    with environment_lock:
+        _take_back()
+        _given = config
+        for name, value in found[ENGINE].items():
+            variable, source = variable_of(name), found.sources[ENGINE, name]
+            before = os.environ.get(variable)
+            if source == ARGUMENT or not before:
+                _put[variable] = _Put(text_of(value), source, before)
+                os.environ[variable] = text_of(value)
+
+
+def _is_put(variable: str) -> bool:
+    """Whether a variable has the value that a configuration has given it: nobody changed it."""
+    return variable in _put and os.environ.get(variable) == _put[variable].text
+
+
+def _take_back() -> None:
+    for name, put in _put.items():
+        if not _is_put(name):
+            continue
+        if put.before is None:
+            del os.environ[name]
         else:
-            os.environ[name] = before
-    _set.clear()
-    _given = config
-    found = current()
-    for name, value in found[ENGINE].items():
-        variable, source = variable_of(name), found.source_of(ENGINE, name) or ARGUMENT
-        if source == ARGUMENT or not os.environ.get(variable):
-            _set[variable] = (os.environ.get(variable), source)
-            os.environ[variable] = text_of(value)
+            os.environ[name] = put.before
+    _put.clear()
+
+
+def leave_environment() -> None:
+    """Takes variables that a configuration has set out of the environment again.
+
+    For a process that starts others: they read the configuration by themselves, and what it says
+    must not go for variables that the user has set.
+    """
+    with environment_lock:
+        _take_back()
 
 
 @contextlib.contextmanager
@@ -96,21 +139,21 @@ def entering(config: Config | None) -> Iterator[None]:
 
     Without one, what is in force stays so.
     """
-    if config is None and _given is None:
-        current()  # says what is wrong with the file of PYDIST_CONFIG
-        yield
-        return
     before = _given
-    use(_given if config is None else config)
     try:
+        use(before if config is None else config)
         yield
     except BaseException:
         use(before)
         raise
 
 
-def change(config: Config | None) -> None:
+def change(config: Config | None, running_with: Mapping[str, object]) -> None:
     """Puts more of a configuration in force while a job runs, for the calls that follow.
+
+    Args:
+        config: what is added.
+        running_with: values of the section "engine" that the job may have from arguments.
 
     Raises:
         InvalidUsage: it has another value for the engine, which runs with what it has read.
@@ -118,8 +161,14 @@ def change(config: Config | None) -> None:
     if config is None:
         return
     for name, value in config[ENGINE].items():
-        running = os.environ.get(variable_of(name)) or fields_of(ENGINE)[name].default
-        if running != text_of(value):
+        variable = variable_of(name)
+        by_variable = bool(os.environ.get(variable)) and not _is_put(variable)
+        if by_variable and config.sources[ENGINE, name] != ARGUMENT:
+            continue  # the variable goes before a file
+        running = running_with.get(
+            name, os.environ.get(variable) or fields_of(ENGINE)[name].default
+        )
+        if not _same(running, value):
             raise InvalidUsage(
                 f"engine.{name}={text_of(value)} comes too late: the job runs already, with "
                 f"{running or 'nothing'} for it. Pass the configuration to the first call of "
@@ -127,6 +176,15 @@ def change(config: Config | None) -> None:
                 "PYDIST_CONFIG to a file."
             )
     use(config if _given is None else _given.merged(config))
+
+
+def _same(running: object, value: object) -> bool:
+    """Whether a variable's text means the same: 600 is 600.0."""
+    texts = [text_of(running), text_of(value)]
+    try:
+        return float(texts[0]) == float(texts[1])
+    except ValueError:
+        return texts[0] == texts[1]
 
 
 def forget() -> None:
@@ -144,13 +202,19 @@ def use_file_at_import() -> None:
 
 
 def takes_from_config(
-    section: str, *, names: Collection[str]
+    section: str,
+    *,
+    names: Collection[str],
+    alike: Collection[Collection[str]] = (),
+    unless: Callable[[Mapping[str, Any]], bool] = lambda given: False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Has a call take arguments that the program leaves out from a section in force.
 
     Args:
         section: one of `SECTIONS`.
         names: of these arguments, which are values that a file can have.
+        alike: names of arguments that say the same: where the program gives one, it has said all.
+        unless: whether a call takes none, by what the program gives it.
     """
 
     def decorate(call: Callable[P, R]) -> Callable[P, R]:
@@ -160,15 +224,23 @@ def takes_from_config(
         @functools.wraps(call)
         def taking(*args: P.args, **kwargs: P.kwargs) -> R:
             config = current()
-            given = signature.bind_partial(*args, **kwargs).arguments
+            try:
+                given = signature.bind_partial(*args, **kwargs).arguments
+            except TypeError:
+                return call(*args, **kwargs)  # which says what is wrong, with its name
+            said = set(given)
+            for group in alike:
+                if said & set(group):
+                    said |= set(group)
             more = {
                 name: value
                 for name, value in config[section].items()
-                if name in names and name not in given
+                if name in names and name not in said and not unless(given)
             }
-            note(section, {name: given[name] for name in names if name in given}, more)
             kwargs.update(more)
-            return call(*args, **kwargs)
+            result = call(*args, **kwargs)
+            note(section, {name: given[name] for name in names if name in given}, more)
+            return result
 
         return taking
 
@@ -186,7 +258,7 @@ def note(section: str, given: dict[str, Any], taken: dict[str, Any]) -> None:
     config = current()
     made = {name: (value, ARGUMENT) for name, value in given.items()}
     made |= {
-        name: (value, config.source_of(section, name) or ARGUMENT) for name, value in taken.items()
+        name: (value, config.source_of(section, name) or DEFAULT) for name, value in taken.items()
     }
     _made_with[section] = made
 
@@ -204,7 +276,7 @@ def settings() -> list[Setting]:
             if section == ENGINE:
                 variable = variable_of(name)
                 text = os.environ.get(variable)
-                source = _set[variable][1] if variable in _set else variable
+                source = _put[variable].source if _is_put(variable) else variable
                 value, source = (text, source) if text else (field.default, DEFAULT)
             elif section in _made_with:
                 value, source = _made_with[section].get(name, (field.default, DEFAULT))

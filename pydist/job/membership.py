@@ -113,7 +113,8 @@ def init(
     with lock:
         if is_initialized():
             require_same(_joined(), backend, wait, processes)
-            in_force.change(configuration)
+            running = {"timeout": _joined().communicator.timeout, "backend": _joined().backend}
+            in_force.change(configuration, running)
             return
         if processes is not None or gpus is not None:
             from pydist.job.own_ranks import start_own_ranks  # not at import: few need it

@@ -6,6 +6,7 @@ process watches the others, and the kernel ends them with this process.
 """
 
 import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -20,10 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pydist.config import in_force
 from pydist.errors import InvalidUsage
 from pydist.gpu import selection
 from pydist.job.launchers import read_placement
 from pydist.job.meeting.local_store import serve_local_store
+from pydist.job.processes import folder_at_import
 from pydist.job.spawn import job_variables
 from pydist.job.spawn_results import how_it_ended
 from pydist.job.tied_start import tied
@@ -32,8 +35,8 @@ from pydist.job.tied_start import tied
 _GRACE_S = 3.0
 # How often the others are looked at.
 _LOOK_S = 0.1
-# After how long it is said for whom this process waits at its end.
-_PATIENCE_S = 10.0
+# How long the others may go on once rank 0 has ended.
+_PATIENCE_S = 60.0
 
 
 @dataclass
@@ -44,6 +47,7 @@ class _Others:
     # Where all meet. Served here, so it must live as long as this process.
     store: dist.TCPStore
     pid: int
+    has_told: bool = False
 
     def running(self) -> list[int]:
         return [i + 1 for i, each in enumerate(self.processes) if each.poll() is None]
@@ -101,22 +105,31 @@ def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> Non
 
 def _start(count: int, command: Sequence[str]) -> None:
     global _others
+    if threading.current_thread() is not threading.main_thread():
+        raise InvalidUsage(
+            "processes= must be asked for in the main thread, with which the other ranks end"
+        )
+    in_force.leave_environment()  # the others read the configuration by themselves
     before = dict(os.environ)
     store = serve_local_store()
     os.environ.update(job_variables(count, store.port, None))
     if "OMP_NUM_THREADS" not in before:  # torch has counted this process's cores already
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     os.environ.update(RANK="0", LOCAL_RANK="0")
-    if threading.current_thread() is threading.main_thread():
-        command = tied(command, by_this_python=True)
+    command = tied(command, by_this_python=True)
+    # A debugger in the others would have nobody to talk to.
+    variables = os.environ | {"PYTHONBREAKPOINT": "0"}
     others = _Others([], store, os.getpid())
     try:
         for rank in range(1, count):
             others.processes.append(
                 subprocess.Popen(
                     [sys.executable, *command],
-                    env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    cwd=folder_at_import(),
                     stdin=subprocess.DEVNULL,
+                    # Ctrl-C is for rank 0, whose debugger may want it; the others end with it.
+                    start_new_session=True,
                 )
             )
     except OSError as error:
@@ -138,29 +151,63 @@ def _own_command() -> list[str]:
     Where the interpreter runs it by itself, they are the interpreter's own, with its flags. Where a
     debugger or another program runs it, they are made of the main module and of `sys.argv`.
     """
+    if multiprocessing.parent_process() is not None:
+        raise InvalidUsage(
+            "processes= starts the program again, and this process was started by multiprocessing: "
+            "ask for it in the program's first process, or use pydist.spawn"
+        )
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    arguments = sys.orig_argv[1:]
-    at = 0
-    while at < len(arguments) and arguments[at].startswith("-"):
-        if arguments[at] in ("-c", "-m"):
-            break
-        at += 2 if arguments[at] in ("-X", "-W", "--check-hash-based-pycs") else 1
-    flags, rest = arguments[:at], arguments[at:]
-    if rest[:1] == ["-c"]:
-        return arguments
+    flags, what, rest = _divided(sys.orig_argv[1:])
+    if what == "-c":
+        return [*flags, "-c", *rest]
+    if spec is not None and spec.name == "__main__":  # a folder, or an archive
+        return [*flags, os.path.abspath(sys.argv[0]), *sys.argv[1:]]
     if spec is not None:
         name = spec.name.removesuffix(".__main__") if spec.parent else spec.name
-        is_itself = rest[:1] == ["-m"] and rest[1:2] in ([name], [spec.name])
-        return [*flags, "-m", name, *(rest[2:] if is_itself else sys.argv[1:])]
+        is_itself = what == "-m" and rest[0] in (name, spec.name)
+        return [*flags, "-m", name, *(rest[1:] if is_itself else sys.argv[1:])]
     if file is None or not Path(file).exists():
         raise InvalidUsage(
             "processes= starts the script again, and this program is no script: it is a notebook, "
             "an interactive session, or read from standard input. pydist.spawn starts ranks there."
         )
     # By its full path: the program may have gone to another folder.
-    is_itself = rest[:1] != ["-m"] and rest != [] and Path(rest[0]).name == Path(file).name
+    is_itself = what == "" and rest != [] and Path(rest[0]).name == Path(file).name
     return [*flags, os.path.abspath(file), *(rest[1:] if is_itself else sys.argv[1:])]
+
+
+def _divided(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """The interpreter's flags, then "-c", "-m" or "", and what follows that.
+
+    Short flags may stand together (`-um module`), and some have a value, in the same word or in the
+    next one.
+    """
+    flags: list[str] = []
+    at = 0
+    while at < len(arguments) and arguments[at].startswith("-") and arguments[at] != "-":
+        word = arguments[at]
+        at += 1
+        if word.startswith("--"):
+            flags.append(word)
+            if word == "--check-hash-based-pycs":
+                flags.append(arguments[at])
+                at += 1
+            continue
+        for place, letter in enumerate(word[1:], 1):
+            value = word[place + 1 :]
+            if letter in "cm":
+                flags += [f"-{word[1:place]}"] if place > 1 else []
+                return flags, f"-{letter}", [*([value] if value else []), *arguments[at:]]
+            if letter in "WX":
+                flags.append(word)
+                if not value:
+                    flags.append(arguments[at])
+                    at += 1
+                break
+        else:
+            flags.append(word)
+    return flags, "", list(arguments[at:])
 
 
 def _watch(others: _Others) -> None:
@@ -181,6 +228,10 @@ def _watch(others: _Others) -> None:
 
 
 def _tell(others: _Others, failed: Sequence[int]) -> None:
+    """Says once who has failed first."""
+    if others.has_told:
+        return
+    others.has_told = True
     first = failed[0]
     process = others.processes[first - 1]
     print(
@@ -209,24 +260,25 @@ def _wait_for_others() -> None:
     others = _others
     if others is None or os.getpid() != others.pid:
         return
-    # An exception that nobody has caught is there by now.
+    # An exception that nobody has caught is there by now; what sys.exit was told is not.
     has_failed = getattr(sys, "last_value", None) is not None
+    patience_s = _GRACE_S if has_failed or others.failed() else _PATIENCE_S
     began_s = time.monotonic()
-    has_told = False
     while running := others.running():
-        waited_s = time.monotonic() - began_s
-        if (has_failed or others.failed()) and waited_s > _GRACE_S:
-            _end(others)
-        elif waited_s > _PATIENCE_S and not has_told:
-            has_told = True
+        if others.failed():
+            patience_s = min(patience_s, _GRACE_S)
+        if time.monotonic() - began_s > patience_s:
             pids = [others.processes[rank - 1].pid for rank in running]
             print(
-                f"pydist: rank 0 has ended; ranks {running} (pids {pids}) still run.",
+                f"pydist: rank 0 has ended, {patience_s:g} s ago; ranks {running} (pids {pids}) "
+                "are ended.",
                 file=sys.stderr,
                 flush=True,
             )
+            _end(others)
         time.sleep(_LOOK_S)
-    if others.failed() and not has_failed:
+    if (failed := others.failed()) and not has_failed:
+        _tell(others, failed)
         # The interpreter has settled on success by now.
         with suppress(Exception):
             sys.stdout.flush()

@@ -16,6 +16,17 @@ from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2): for the thread that calls it
 
+# Where the program was when it imported pydist: as a rule, where it was started.
+_folder_at_import: str | None = None
+with suppress(OSError):  # the folder is gone
+    _folder_at_import = os.getcwd()
+
+
+def folder_at_import() -> str | None:
+    """Where the program was when it imported pydist; None if the folder was gone."""
+    return _folder_at_import
+
+
 # How often a process is looked at that can't be watched.
 _LOOK_S = 1.0
 

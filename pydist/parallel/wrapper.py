@@ -90,6 +90,9 @@ _CONFIGURABLE = (
     *("check_every", "check_finite"),
 )
 
+# Of these, those that say the same in two ways.
+_ALIKE = (("broadcast_buffers", "forward_sync_buffers"), ("bucket_cap_mb", "bucket_cap_mb_list"))
+
 # The wrapper that is in join(). There may be only one: ranks that wait for each other in two of
 # them would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
@@ -274,7 +277,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         }
     )
 
-    @takes_from_config("model", names=_CONFIGURABLE)
+    @takes_from_config("model", names=_CONFIGURABLE, alike=_ALIKE)
     def __init__(
         self,
         module: nn.Module,

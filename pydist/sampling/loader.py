@@ -36,7 +36,17 @@ from pydist.sampling.worker_seeds import Marking, Sent, seed_of
 T = TypeVar("T")
 
 
-@takes_from_config("loader", names=("seed", "pad", "split_batches"))
+def _has_own_sampler(given: Mapping[str, Any]) -> bool:
+    """Whether the loader that `prepare` is given has a sampler of pydist's, which has its seed."""
+    loader = given.get("loader")
+    if not isinstance(loader, DataLoader):
+        return False
+    batched = loader.batch_sampler
+    single = loader.sampler if batched is None else getattr(batched, "sampler", None)
+    return any(isinstance(each, BatchSampler | DistributedSampler) for each in (batched, single))
+
+
+@takes_from_config("loader", names=("seed", "pad", "split_batches"), unless=_has_own_sampler)
 def prepare(
     loader: DataLoader[T],
     *,

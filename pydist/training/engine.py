@@ -19,10 +19,12 @@ class Engine(DataParallel):
     that is not due yet does nothing.
 
     Attributes:
-        optimizer: Updates the parameters.
+        optimizer: Updates the parameters. A copy of the model has none, and can't step; a pickle is
+            of the module alone.
         lr_scheduler: Steps with it; None if there is none.
         accumulation_steps: How many backwards make a step.
-        clip_grad_norm: What the norm of all gradients is cut to; None: they stay.
+        clip_grad_norm: What the norm of the gradients that the optimizer has is cut to; None: they
+            stay.
         global_steps: How many steps were made.
 
     Example:
@@ -36,7 +38,7 @@ class Engine(DataParallel):
         2
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | None = None
     lr_scheduler: Any = None
     accumulation_steps: int = 1
     clip_grad_norm: float | None = None
@@ -90,6 +92,9 @@ class Engine(DataParallel):
         Raises:
             InvalidUsage: There was no `backward` since the last call.
         """
+        optimizer = self.optimizer
+        if optimizer is None:
+            raise InvalidUsage("a copy of the model has no optimizer: step the one it was made of")
         if not self._is_step_expected:
             raise InvalidUsage("step() has nothing to do: call backward(loss) before")
         is_due = self.is_gradient_accumulation_boundary()
@@ -98,10 +103,10 @@ class Engine(DataParallel):
             return
         self._backwards = 0
         if self.clip_grad_norm is not None:
-            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
-        self.optimizer.step()
+        optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         self.global_steps += 1

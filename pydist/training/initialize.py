@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from pydist.config import in_force
 from pydist.config.in_force import Configuration
 from pydist.errors import InvalidUsage
-from pydist.job import membership
+from pydist.job import groups, membership
 from pydist.job.arguments import a_type
+from pydist.parallel.replica_check import check_same
 from pydist.sampling.loader import PreparedLoader, prepare
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.training.batch_sizes import batch_sizes
@@ -58,6 +59,7 @@ def initialize(
     membership.init(config=config)
     settings = in_force.current()
     training, choice = settings["training"], settings["optimizer"]
+    _require_same(training, choice)
     in_force.note("training", {}, training)
     sizes = batch_sizes(
         training.get("batch_size"),
@@ -67,26 +69,58 @@ def initialize(
     )
     stage = choice.get("stage", 0)
     dtype = training.get("dtype")
+    clip_grad_norm = training.get("clip_grad_norm")
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise InvalidUsage(
+            f"training.clip_grad_norm is {clip_grad_norm}; it must be more than 0, or left out"
+        )
+    if data is not None and settings["loader"].get("split_batches"):
+        raise InvalidUsage(
+            "loader.split_batches=True would divide training.micro_batch_size among the ranks once "
+            "more: leave it out"
+        )
     if dtype == "bfloat16" and stage == 0:
         raise InvalidUsage(
             "training.dtype='bfloat16' updates weights in float32, and a pydist.ShardedOptimizer "
             "keeps these: set optimizer.stage to 1 or 2"
         )
+    if lr_scheduler is not None and not callable(lr_scheduler):
+        raise InvalidUsage(
+            f"lr_scheduler is {a_type(lr_scheduler)}; pass what makes one of the optimizer, as "
+            "lambda optimizer: StepLR(optimizer, 10)"
+        )
     if dtype is not None:
         model.to(getattr(torch, dtype))
     engine = Engine(model)
     engine.accumulation_steps = sizes.accumulation_steps
-    engine.clip_grad_norm = training.get("clip_grad_norm")
+    engine.clip_grad_norm = clip_grad_norm
     engine.optimizer = _optimizer(engine, optimizer, choice, stage)
+    # After that of the sharded optimizer within it.
+    in_force.note("optimizer", {}, choice)
     if lr_scheduler is not None:
-        if not callable(lr_scheduler):
-            raise InvalidUsage(
-                f"lr_scheduler is {a_type(lr_scheduler)}; pass what makes one of the optimizer, as "
-                "lambda optimizer: StepLR(optimizer, 10)"
-            )
         engine.lr_scheduler = lr_scheduler(engine.optimizer)
+        if isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise InvalidUsage(
+                "ReduceLROnPlateau steps by a measure, which model.step() does not have: step it "
+                "in the program, with what pydist.initialize returns as the optimizer"
+            )
     loader = None if data is None else _loader(data, sizes.micro_batch_size, collate_fn, training)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _require_same(training: dict[str, Any], choice: dict[str, Any]) -> None:
+    """Raises Mismatch where ranks would train by different settings."""
+    facts = [
+        f"{section}.{name}={value!r}"
+        for section, table in (("training", training), ("optimizer", choice))
+        for name, value in sorted(table.items())
+    ]
+    check_same(
+        groups.communicator_of(None, "process_group"),
+        "pydist.initialize's configuration",
+        facts,
+        "give all ranks the same configuration, or files with the same content",
+    )
 
 
 def _require_in(optimizer: Optimizer, model: nn.Module) -> None:

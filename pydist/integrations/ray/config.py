@@ -7,9 +7,9 @@ from typing import Any
 
 from ray.train.torch import TorchConfig
 
+from pydist.config.variables import default_timeout, parse_timeout
 from pydist.errors import InvalidUsage
 from pydist.job.backends import register
-from pydist.job.settings import default_timeout, parse_timeout
 
 # Ray's class that starts a process group on the workers.
 _TorchBackend: Any = TorchConfig(backend="gloo").backend_cls

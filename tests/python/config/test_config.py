@@ -72,6 +72,7 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"engine": {"timeout": -1}}, "PYDIST_TIMEOUT='-1' is not valid"),
         ({"engine": {"backend": "mpi"}}, "engine.backend='mpi' is not valid"),
         ({"engine": {"chunk_byte": 1}}, "did you mean engine.chunk_bytes?"),
+        ({"engine": {"interface": "a\0b"}}, "which no variable can be"),
         ({"engine": {"job_secret": "x" * 40}}, "set PYDIST_JOB_SECRET"),
     ],
 )
@@ -122,3 +123,15 @@ def test_values_are_of_exactly_the_annotated_type() -> None:
     assert not matches([1, "2"], list[int])
     assert matches({"a": [1]}, dict[str, Any])
     assert in_words(list[int] | None) == "a list of whole numbers or None"
+
+
+def test_what_is_in_it_stays_as_it_was() -> None:
+    params: dict[str, Any] = {"betas": [0.9, 0.95]}
+    config = Config(optimizer={"params": params})
+    params["betas"].append(1.0)
+    config["optimizer"]["params"]["lr"] = 1
+    assert config["optimizer"] == {"params": {"betas": [0.9, 0.95]}}
+    with pytest.raises(InvalidUsage, match="which no file could have"):
+        Config(optimizer={"params": {"lr": object()}})
+    with pytest.raises(InvalidUsage, match="there is no model.1"):
+        Config.from_dict({"model": {1: 2}})

@@ -83,6 +83,10 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
         ({"optimizer": {"type": "OneBitAdam"}}, "torch.optim has no such class"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "lr is 'auto'"),
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
+        (
+            {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4},
+            "adds up gradients in float32",
+        ),
         ({"bf16": True}, "bf16 is True; it must be a table"),
     ],
 )

@@ -1,6 +1,7 @@
 """Whose word counts: the program's, a variable's, a file's, a default's."""
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -101,6 +102,40 @@ def test_what_init_is_given_lasts_until_shutdown(file: str) -> None:
             ("131072", "PYDIST_CHUNK_BYTES"),
             (None, "default"),
         ]
+
+
+def sets_a_variable_later(file: str) -> list[Any]:
+    os.environ["PYDIST_TIMEOUT"] = "5"
+    pydist.init()
+    seen = [sources()["engine.timeout"], pydist.job.current.job.membership.communicator.timeout]
+    pydist.init(config={"model": {"reduction": "mean"}})
+    pydist.init(config=file)  # says 77, and the variable goes before it
+    pydist.shutdown()
+    return [*seen, os.environ["PYDIST_TIMEOUT"]]
+
+
+def test_a_variable_that_the_program_sets_counts_and_stays(file: str) -> None:
+    env = {"PYDIST_CONFIG": file}
+    for seen in run_ranks(sets_a_variable_later, 2, file, env=env, method="spawn"):
+        assert seen == [("5", "PYDIST_TIMEOUT"), 5.0, "5"]
+
+
+def says_it_in_another_way() -> tuple[bool, tuple[int, ...], int]:
+    pydist.init(
+        config={
+            "model": {"forward_sync_buffers": True, "bucket_cap_mb_list": [1, 2]},
+            "loader": {"seed": 3},
+        }
+    )
+    module = torch.nn.Linear(1, 1)
+    settings = pydist.DataParallel(module, broadcast_buffers=False, bucket_cap_mb=7)._settings
+    sampler = pydist.DistributedSampler(range(4))  # type: ignore[arg-type]
+    loader: Any = pydist.prepare(DataLoader(range(4), sampler=sampler))  # type: ignore[arg-type]
+    return settings.copies_buffers, settings.caps_bytes, len(loader)
+
+
+def test_what_the_program_says_in_another_way_counts() -> None:
+    assert run_ranks(says_it_in_another_way, 2) == [(False, (7 << 20,), 2)] * 2
 
 
 def saves_and_asks(folder: str) -> list[Any]:

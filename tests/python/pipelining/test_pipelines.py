@@ -1,5 +1,6 @@
 """Pipelines of replicated stages: the weights of one process, one round a step."""
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -171,8 +172,6 @@ def uneven() -> tuple[list[float], float]:
     if stage.is_last:
         with pytest.raises(pydist.InvalidUsage, match="weights are not known"):
             loss(x, targets)
-        with pytest.raises(pydist.InvalidUsage, match="add up to 0"), loss.over(targets[:1]):
-            pass
     whole = whole_model()
     expected = nn.functional.cross_entropy(whole(x), targets)
     expected.backward()
@@ -187,6 +186,49 @@ def test_uneven_weights_give_the_mean_of_one_process() -> None:
     of_last = told[1][0] + told[3][0]
     assert len(of_last) == 2 * MICRO_BATCHES
     assert sum(of_last) / len(of_last) == pytest.approx(told[0][1], rel=1e-12)
+
+
+def refused(what: str) -> str:
+    """The number of micro-batches differs, or what divides gradients is another than expected."""
+    place = Place(2, "1F1B")
+    (stage,) = place.make(whole_model())
+    count = 2 if what == "numbers" and place.replica == 1 else MICRO_BATCHES
+    loss: Any = nn.functional.mse_loss
+    if what == "scale":
+        loss = WeightedLoss(loss, len, stage)
+    schedule = torch_pipelining.Schedule1F1B(
+        stage, count, loss_fn=loss, scale_grads=what != "scale"
+    )
+    x, y = batch(0)
+    around: Any = contextlib.nullcontext()
+    if what == "scale":
+        around = loss.over(y[place.share])
+    if what == "weighted":
+        around = stage.submod.weighted(16)
+    try:
+        with around:
+            place.step(schedule, x, y)
+    except (pydist.InvalidUsage, pydist.Mismatch) as error:
+        return f"{type(error).__name__}: {error}"
+    except pydist.Error as error:
+        return type(error).__name__  # of who waits for one that has raised
+    finally:
+        pydist.shutdown()
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("numbers", "Mismatch: the schedule of stage"),
+        ("scale", "leave scale_grads=True"),
+        ("weighted", "use pydist.pipelining.WeightedLoss"),
+    ],
+)
+def test_what_would_give_other_numbers_is_refused(what: str, message: str) -> None:
+    told = run_ranks(refused, 4, what)
+    # All stages where all can see it, otherwise the last one of each replica.
+    assert sum(message in each for each in told) >= 2, told
 
 
 def with_torchs_stage() -> list[str]:

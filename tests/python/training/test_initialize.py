@@ -1,8 +1,10 @@
 """`pydist.initialize`: the weights of a loop written by hand, and of one process."""
 
 import contextlib
+import copy
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,6 +175,8 @@ def initialize(config: dict[str, Any], optimizer: str, batch_size: int | None) -
         ({}, "made", None, "needs training.micro_batch_size"),
         ({"training": {"micro_batch_size": 3}}, "made", 2, "batch_size is 2"),
         ({"training": {"batch_size": 7}}, "made", None, "is not micro_batch_size (3)"),
+        ({"training": {"clip_grad_norm": -1.0}}, "made", 2, "it must be more than 0"),
+        ({"loader": {"split_batches": True}}, "made", 2, "loader.split_batches=True"),
         ({"training": {"dtype": "bfloat16"}}, "made", 2, "set optimizer.stage to 1 or 2"),
         ({"training": {"batch_sizes": 7}}, "made", 2, "did you mean training.batch_size?"),
     ],
@@ -195,3 +199,47 @@ def test_sizes_complete_each_other() -> None:
     for wrong in ((32, 4, 3, 4), (30, None, None, 4), (3, 4, None, 4), (0, None, None, 1)):
         with pytest.raises(pydist.InvalidUsage):
             batch_sizes(*wrong)
+
+
+def other_settings() -> None:
+    pydist.init()
+    clip = [0.1, 1.0][pydist.rank()]
+    pydist.initialize(network(), adamw, config={"training": {"clip_grad_norm": clip}})
+
+
+def test_ranks_with_other_settings_are_told() -> None:
+    for outcome in rank_outcomes(other_settings, 2):
+        assert outcome.error == "Mismatch"
+        assert "clip_grad_norm" in outcome.message
+
+
+def goes_on(folder: str) -> tuple[Any, str]:
+    config: Any = {"optimizer": {"name": "SGD", "params": {"lr": 0.1}, "stage": 1}}
+    engine, optimizer, *_ = pydist.initialize(network(), config=config)
+    pydist.save(folder, model=engine, optimizer=optimizer)
+    kept = pydist.checkpoint.config_of(folder)
+    pydist.shutdown()
+    _, optimizer, *_ = pydist.initialize(network(), config=kept)
+    assert isinstance(optimizer, pydist.ShardedOptimizer)
+    return kept["optimizer"], optimizer.optimizer_class.__name__
+
+
+def test_a_checkpoint_has_what_makes_the_same_optimizer(tmp_path: Path) -> None:
+    for kept, kind in run_ranks(goes_on, 2, str(tmp_path / "c")):
+        assert kept == {"name": "SGD", "params": {"lr": 0.1}, "stage": 1}
+        assert kind == "SGD"
+
+
+def copies() -> tuple[str, Any]:
+    engine, *_ = pydist.initialize(network(), adamw)
+    copied = copy.deepcopy(engine)
+    x, y = data()[:4]
+    copied.backward(nn.functional.mse_loss(copied(x), y))
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        copied.step()
+    return str(caught.value), engine.optimizer is not None
+
+
+def test_a_copy_does_not_step() -> None:
+    told = ("a copy of the model has no optimizer: step the one it was made of", True)
+    assert run_ranks(copies, 2) == [told] * 2

@@ -5,12 +5,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from launch import run_command
 from thorough import everyday
 from time_limit import PATIENCE
+
+from pydist.job.own_ranks import _divided
 
 PROGRAM = """
 import os, sys
@@ -58,6 +61,62 @@ def test_a_package(script: Path) -> None:
     script.rename(package / "__main__.py")
     command = ["env", "-C", str(script.parent), sys.executable, "-m", "package", "--lr", "0.1"]
     assert told(run_command(command)) == TOLD
+
+
+def test_a_folder(script: Path) -> None:
+    script.rename(script.parent / "__main__.py")
+    assert told(run_command([sys.executable, str(script.parent), "--lr", "0.1"])) == TOLD
+
+
+ALWAYS = ["--check-hash-based-pycs", "always"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "divided"),
+    [
+        (["-um", "p", "a"], (["-u"], "-m", ["p", "a"])),
+        (["-uc", "text", "-m"], (["-u"], "-c", ["text", "-m"])),
+        (["-mp", "a"], ([], "-m", ["p", "a"])),
+        (["-OW", "ignore", "s.py", "-c"], (["-OW", "ignore"], "", ["s.py", "-c"])),
+        (["-Xdev", "-W", "error", "s.py"], (["-Xdev", "-W", "error"], "", ["s.py"])),
+        ([*ALWAYS, "s.py"], (ALWAYS, "", ["s.py"])),
+        (["-u", "-"], (["-u"], "", ["-"])),
+    ],
+)
+def test_flags_are_read_as_the_interpreter_reads_them(arguments: list[str], divided: Any) -> None:
+    assert _divided(arguments) == divided
+
+
+def test_a_breakpoint_is_one_of_rank_0(script: Path) -> None:
+    script.write_text(PROGRAM.replace("total =", "breakpoint()\ntotal ="))
+    command = f"echo continue | {sys.executable} {script} --lr 0.1"
+    done = run_command(["sh", "-c", command])
+    assert done.stdout.count("(Pdb)") == 1
+    assert done.returncode == 0, done.stderr
+    assert len([line for line in done.stdout.splitlines() if ": 6 [" in line]) == 3
+
+
+def test_another_thread_is_refused() -> None:
+    program = (
+        "import threading, pydist\ndef join():\n    try: pydist.init(processes=2)\n"
+        "    except pydist.InvalidUsage as error: print(error)\n"
+        "t = threading.Thread(target=join); t.start(); t.join()"
+    )
+    assert "main thread" in run_command([sys.executable, "-c", program]).stdout
+
+
+def test_the_others_read_the_configuration_by_themselves(script: Path) -> None:
+    for name, timeout in (("a", 50), ("b", 77)):
+        (script.parent / f"{name}.toml").write_text(f"[engine]\ntimeout = {timeout}\n")
+    other = str(script.parent / "b.toml")
+    script.write_text(
+        "import pydist\n"
+        f"pydist.init(config={other!r}, processes=2)\n"
+        "from pydist.job import current\n"
+        "print('rank', current.job.membership.communicator.timeout)\n"
+    )
+    env = {"PYDIST_CONFIG": str(script.parent / "a.toml")}
+    assert told(run_command([sys.executable, str(script)], env=env)) == ["rank 77.0"] * 2
 
 
 def test_a_text() -> None:
@@ -189,3 +248,4 @@ def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
     program = FAILING.replace("RANK", "1").replace("END", "time.sleep(1); os._exit(4)")
     done = run_command([sys.executable, "-c", program.replace("AFTER", "pydist.shutdown()")])
     assert done.returncode == 1
+    assert "exited with status 4" in done.stderr
