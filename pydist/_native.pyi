@@ -428,6 +428,10 @@ class Reducer:
         """
         What an optimizer's buckets share, in stage 2.
         """
+    def expect_any_order(self) -> None:
+        """
+        A schedule chooses the order of backwards, so nothing is warned of that.
+        """
     def join_round(self) -> bool:
         """
         Takes part in a round of the others; returns whether any rank still has batches.
@@ -443,10 +447,6 @@ class Reducer:
     def note_forward(self) -> None:
         """
         After a forward whose outputs may go backward: one that no output of a forward announces averages if this one was to.
-        """
-    def expect_any_order(self) -> None:
-        """
-        A schedule chooses the order of backwards, so nothing is warned of that.
         """
     def prepare_forward(self, is_for_training: bool) -> None:
         """

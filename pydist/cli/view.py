@@ -69,7 +69,7 @@ def _write(path: Path, page: str) -> None:
     """As a whole: a browser that shows the page meanwhile never reads half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(page, encoding="utf-8")
+        beside.write_text(page, encoding="utf-8", errors="replace")
         beside.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -148,18 +148,20 @@ def entering(config: Config | None) -> Iterator[None]:
         raise
 
 
-def change(config: Config | None, running_with: Mapping[str, object]) -> None:
+def change(config: Config | None, timeout_s: float, backend: str) -> None:
     """Puts more of a configuration in force while a job runs, for the calls that follow.
 
     Args:
         config: what is added.
-        running_with: values of the section "engine" that the job may have from arguments.
+        timeout_s: that of the job, which may be from an argument.
+        backend: likewise.
 
     Raises:
         InvalidUsage: it has another value for the engine, which runs with what it has read.
     """
     if config is None:
         return
+    running_with = {"timeout": timeout_s, "backend": backend}
     for name, value in config[ENGINE].items():
         variable = variable_of(name)
         by_variable = bool(os.environ.get(variable)) and not _is_put(variable)

@@ -103,17 +103,21 @@ class Trainer(transformers.Trainer):
         # The weights make one mean of all micro-batches: none is to be divided before.
         self.loss_is_scaled_for_ga = True
         try:
-            with model.weighted(_items(inputs)):
+            with model.weighted(self._items(inputs)):
                 loss = super().training_step(model, inputs, num_items_in_batch)
         finally:
             self.loss_is_scaled_for_ga = None
         steps: int = self.current_gradient_accumulation_steps
         return loss / steps
 
-
-def _items(inputs: dict[str, Any]) -> int:
-    """How many items the loss of a micro-batch is the mean of."""
-    labels = inputs.get("labels")
-    if isinstance(labels, Tensor) and not labels.is_floating_point():
-        return int(labels.ne(_IGNORED).sum())
-    return find_batch_size(inputs) or 1
+    def _items(self, inputs: dict[str, Any]) -> int:
+        """How many items the loss of a micro-batch is the mean of."""
+        if isinstance(shifted := inputs.get("shift_labels"), Tensor):
+            return int(shifted.ne(_IGNORED).sum())
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
+            # A causal model predicts all tokens but the first.
+            if self._loss_shifts_labels and labels.ndim > 1:
+                labels = labels[..., 1:]
+            return int(labels.ne(_IGNORED).sum())
+        return find_batch_size(inputs) or 1

@@ -112,9 +112,7 @@ def init(
     _native.require_not_forked()
     with lock:
         if is_initialized():
-            require_same(_joined(), backend, wait, processes)
-            running = {"timeout": _joined().communicator.timeout, "backend": _joined().backend}
-            in_force.change(configuration, running)
+            require_same(_joined(), backend, wait, processes, configuration)
             return
         if processes is not None or gpus is not None:
             from pydist.job.own_ranks import start_own_ranks  # not at import: few need it

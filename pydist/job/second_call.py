@@ -3,6 +3,8 @@
 from datetime import timedelta
 
 from pydist import _native
+from pydist.config import in_force
+from pydist.config.config import Config
 from pydist.config.variables import parse_backend
 from pydist.errors import InvalidUsage
 from pydist.job.current import Membership
@@ -13,8 +15,12 @@ def require_same(
     backend: str | None,
     timeout: timedelta | None,
     processes: int | None,
+    configuration: Config | None,
 ) -> None:
-    """Raises InvalidUsage where a job that runs has another setting than one that is asked for."""
+    """Raises InvalidUsage where a job that runs has another setting than one that is asked for.
+
+    What else a configuration says is in force from then on.
+    """
     if processes not in (None, running.world_size):
         raise InvalidUsage(
             f"the job runs with {running.world_size} rank(s) already, so processes={processes} "
@@ -35,6 +41,7 @@ def require_same(
         "give it in the first call of pydist.init(), which comes before the first "
         "pydist.DataParallel, set PYDIST_TIMEOUT, or call pydist.shutdown() before.",
     )
+    in_force.change(configuration, running.communicator.timeout, running.backend)
 
 
 def require_timeout(

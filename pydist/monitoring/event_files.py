@@ -79,10 +79,12 @@ def open_event_files(folder: Path, first_step: int, wanted: bool | None) -> Even
         return None
     try:
         return EventFiles(folder, first_step)
-    except ImportError as error:
+    except OSError:
+        raise
+    except Exception as error:  # libraries that don't fit each other raise whatever they like
         if wanted:
             raise InvalidUsage(
-                f"pydist.monitor(tensorboard=True) needs tensorboard, which can't be imported "
+                f"pydist.monitor(tensorboard=True) needs tensorboard, which can't be used "
                 f"({error}): pip install tensorboard, or leave tensorboard= out."
             ) from error
         return None

@@ -79,9 +79,9 @@ class Meter:
         now, averaging = time.perf_counter(), self._averaging()
         row = Row(step, now - self._since, None, None, samples, dict(values))
         if averaging is not None and self._before is not None:
-            rounds, waiting_s, moved = averaging
-            # Fewer rounds than before: the program has called `reset_stats()`.
-            base = self._before if rounds >= self._before[0] else (0, 0.0, 0)
+            resets, waiting_s, moved = averaging
+            # The program may have called `reset_stats()` since.
+            base = self._before if resets == self._before[0] else (0, 0.0, 0)
             row.waiting_s = max(0.0, waiting_s - base[1])
             row.bytes = moved - base[2]
         self._before, self._since = averaging, now
@@ -103,4 +103,4 @@ class Meter:
         if self._model is None:
             return None
         stats = self._model.stats()
-        return stats.rounds, stats.exposed_s, stats.bytes
+        return self._model.stats_resets, stats.exposed_s, stats.bytes

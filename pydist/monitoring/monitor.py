@@ -11,6 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -106,6 +107,7 @@ class Monitor:
         self._chunk_number = 0
         self._is_closed = False
         self._generation = current.job.generation
+        self._pid = os.getpid()
         # A program that ends without `close()` loses nothing, and waits for nobody.
         atexit.register(self._end)
 
@@ -182,7 +184,8 @@ class Monitor:
     def _finish_chunk(self) -> None:
         rows, number = self._rows, self._chunk_number
         self._rows, self._chunk_number = [], number + 1
-        rows[-1].memory = self._meter.memory()
+        with suppress(OSError, RuntimeError):  # no descriptor is left, or the device has failed
+            rows[-1].memory = self._meter.memory()
         self._guarded(self._look)
         self._guarded(lambda: self._hand_over(number, rows))
 
@@ -221,7 +224,8 @@ class Monitor:
                 self._write(self._collector.leave_others())
 
     def _end(self, limit_s: float = 0.0) -> None:
-        if self._is_closed:
+        # A forked child has the run's rows, its files and its store, which are the parent's.
+        if self._is_closed or self._pid != os.getpid():
             return
         self._is_closed = True
         atexit.unregister(self._end)

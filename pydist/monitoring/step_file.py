@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,6 +61,10 @@ def lines_in(file: BinaryIO) -> Iterator[dict[str, Any] | None]:
         yield line if is_step else None
 
 
+def _key_of(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_dev, stat.st_ino
+
+
 class StepFile:
     """The file of one run, open for appending.
 
@@ -79,6 +84,7 @@ class StepFile:
         self.last_step = 0
         self.elapsed_s = 0.0
         self._key = (0, 0)
+        self._lock_fd = -1
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             self._lock()
@@ -96,20 +102,23 @@ class StepFile:
         The lock is the process's own: workers of a data loader, which are forked off and may live
         on for some seconds, do not hold it, so that a restarted job finds it free.
         """
-        stat = os.fstat(self._fd)
-        key = (stat.st_dev, stat.st_ino)
+        # Of a file that nobody reads: closing any descriptor of a file ends the process's lock.
+        path = self.path.with_name(".steps.lock")
         try:
-            if key in _open_files:
-                raise BlockingIOError
-            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if _key_of(path.stat()) in _open_files:
+                    raise BlockingIOError
+            self._lock_fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise OSError(
                 errno.EBUSY, "a monitor that is open already writes it", str(self.path)
             ) from error
         except OSError:
             pass  # It knows none.
-        self._key = key
-        _open_files.add(key)
+        if self._lock_fd >= 0:
+            self._key = _key_of(os.fstat(self._lock_fd))
+            _open_files.add(self._key)
 
     def _find_end(self) -> int:
         end = 0
@@ -160,4 +169,7 @@ class StepFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
             _open_files.discard(self._key)

@@ -7,7 +7,7 @@ import warnings
 from types import FrameType
 
 _MODULE = "torch.distributed.pipelining.stage"
-_OURS = "pydist.pipelining"
+_OURS = "pydist.pipelining.stage"
 # Between the stage's method and the wrapper's forward are torch's calls of a module, and its hooks.
 _MOST_FRAMES = 8
 

@@ -274,6 +274,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             "_watched_methods",
             "_torch_buckets",
             "_has_comm_hook",
+            "stats_resets",
         }
     )
 
@@ -385,6 +386,8 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._torch_buckets: TorchBuckets | None = None  # with a communication hook
         self._has_comm_hook = False
         self._forwards = 0
+        # How often the program has called `reset_stats()`, for who counts beside it.
+        self.stats_resets = 0
         # What becomes the reducer's `enabled`.
         self._averages_when_joined = True
         self._take_torch_attributes(input_device, settings.process_group, **settings.of_torch)
@@ -756,6 +759,7 @@ class DataParallel(TorchIdioms, StandsForModule):
     def reset_stats(self) -> None:
         """Lets `stats()` count from zero."""
         self._reducer.reset_stats()
+        self.stats_resets += 1
 
     # -- to override
 

@@ -13,6 +13,8 @@
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const dashes = [[], [8, 4], [2, 4]];
   const number = (value) => (value == null ? "—" : String(Number(value.toPrecision(5))));
+  // Steps are whole, however many; seconds have milliseconds.
+  const position = (value) => String(Math.round(value * 1000) / 1000);
 
   // Labels of an axis: as many decimals as tell its marks apart.
   function marks(plot, splits, axis, space, step) {
@@ -87,8 +89,8 @@
     spreading = false;
     // An end that is that of the runs is left empty.
     const [first, last] = ends();
-    byId("from").value = range && range[0] > first ? number(range[0]) : "";
-    byId("to").value = range && range[1] < last ? number(range[1]) : "";
+    byId("from").value = range && range[0] > first ? position(range[0]) : "";
+    byId("to").value = range && range[1] < last ? position(range[1]) : "";
   }
 
   function ends() {
@@ -111,7 +113,7 @@
     said.replaceChildren();
     if (place == null || plot.data[0][place] == null) return;
     const at = document.createElement("span");
-    at.textContent = `${axisLabel()} ${number(plot.data[0][place])}`;
+    at.textContent = `${axisLabel()} ${position(plot.data[0][place])}`;
     said.append(at);
     runs.forEach((name, i) => {
       if (!shown[i]) return;

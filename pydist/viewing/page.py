@@ -146,7 +146,7 @@ def _curve(records: Records, name: str, factor: float) -> dict[str, list[Any]]:
 
 def _drawn(value: float | None, factor: float) -> float | None:
     """To seven digits; None, which is a gap, for what is not finite."""
-    if value is None or not math.isfinite(value):
+    if value is None or not math.isfinite(value * factor):
         return None
     return float(f"{value * factor:.7g}")
 

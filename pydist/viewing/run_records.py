@@ -86,8 +86,9 @@ def read_records(folder: Path) -> Records:
                 if line is None:
                     records.unreadable += 1
                 else:
-                    elapsed_s = as_number(line.get("elapsed_s"))
-                    rows[line["step"]] = (elapsed_s or 0.0, _numbers(line))
+                    elapsed_s = as_number(line.get("elapsed_s")) or 0.0
+                    elapsed_s = elapsed_s if math.isfinite(elapsed_s) else 0.0
+                    rows[line["step"]] = (elapsed_s, _numbers(line))
                     lags.add(_ranks(line).get("lag_s"))
     except OSError as error:
         raise InvalidUsage(f"{folder / NAME} can't be read: {error}") from error
@@ -113,14 +114,8 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
         told = {f"value:{name}": value for name, value in values.items()}
     ranks = _ranks(line)
     told |= {name: line.get(name) for name in ("samples_per_s", "waiting_share", "bytes", "step_s")}
-    for name, curve in (
-        ("lag_s", "lag_s"),
-        ("rss_bytes", "rss_bytes"),
-        ("peak_rss_bytes", "peak_rss_bytes"),
-        ("gpu_bytes", "gpu_bytes"),
-        ("peak_gpu_bytes", "peak_gpu_bytes"),
-    ):
-        told[curve] = max(_known(ranks.get(name)), default=None)
+    for name in ("lag_s", "rss_bytes", "peak_rss_bytes", "gpu_bytes", "peak_gpu_bytes"):
+        told[name] = max(_known(ranks.get(name)), default=None)
     numbers = {name: as_number(value) for name, value in told.items()}
     return {name: value for name, value in numbers.items() if value is not None}
 

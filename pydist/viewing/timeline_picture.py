@@ -59,7 +59,7 @@ def _traces_like(path: Path) -> dict[int, Path]:
     name = re.compile(rf"{re.escape(path.stem)}\.rank(\d+){re.escape(path.suffix)}")
     try:
         files = sorted(path.parent.iterdir())
-    except OSError:
+    except (OSError, ValueError):  # a NUL in the name
         return {}
     return {int(m[1]): file for file in files if (m := name.fullmatch(file.name))}
 
@@ -109,7 +109,7 @@ def _lanes_of(rank: int, path: Path) -> dict[tuple[int, int], Lane]:
                     size,
                 )
                 lane.buckets.append(bucket)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             continue
     return {key: lane for key, lane in lanes.items() if lane.spans}
 

@@ -11,7 +11,12 @@ from typing import Any
 import accelerate
 import torch
 from accelerate import DistributedType
-from accelerate.utils import InitProcessGroupKwargs, gather_object, recursively_apply
+from accelerate.utils import (
+    InitProcessGroupKwargs,
+    broadcast_object_list,
+    gather_object,
+    recursively_apply,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -108,11 +113,14 @@ class Accelerator(accelerate.Accelerator):
         seed = None
         if self.use_seedable_sampler:
             given = self.dataloader_config.data_seed
-            seed = torch.initial_seed() if given is None else given
+            # Ranks may have been seeded apart (`set_seed(device_specific=True)`): rank 0's counts.
+            own = torch.initial_seed() if given is None else given
+            seed = int(broadcast_object_list([own])[0])
         prepared = ResumableLoader(
             resumable(
                 data_loader, seed=seed, pads=self.even_batches, split_batches=self.split_batches
             ),
+            evaluates=lambda: bool(self._models) and not any(m.training for m in self._models),
             device=self.device if device_placement else None,
             # The samplers agree by themselves.
             rng_types=[kind for kind in self.rng_types if str(kind) != "generator"],
@@ -190,10 +198,14 @@ class Accelerator(accelerate.Accelerator):
         # What fills up the last batch comes after the samples.
         samples = loader.samples_of_step()
         end = samples if samples < loader.total_batch_size else None
-        if not use_gather_object:
-            with contextlib.suppress(TypeError):
+        are_tensors = not use_gather_object
+        if are_tensors:
+            try:
                 recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
-                return recursively_apply(lambda tensor: _in_order(tensor)[:end], input_data)
+            except TypeError:
+                are_tensors = False
+        if are_tensors:
+            return recursively_apply(lambda tensor: _in_order(tensor)[:end], input_data)
         lists = [list(each) for each in gather_object([input_data])]
         turns = range(max(map(len, lists)))
         return [each[turn] for turn in turns for each in lists if turn < len(each)][:end]

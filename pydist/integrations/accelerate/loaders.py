@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch.utils.data as torch_data
@@ -21,8 +21,15 @@ class ResumableLoader(DataLoaderShard):
     and takes the state before it does: a state counts the batches that the loop has got.
     """
 
-    def __init__(self, prepared: pydist.PreparedLoader[Any], **settings: Any) -> None:
+    def __init__(
+        self,
+        prepared: pydist.PreparedLoader[Any],
+        evaluates: Callable[[], bool],
+        **settings: Any,
+    ) -> None:
         super().__init__(prepared.dataset, **settings)
+        # Whether a loop that begins now is an evaluation's.
+        self._evaluates = evaluates
         self.base_dataloader = prepared
         self.dl_state_dict = prepared.state_dict()
         # Where in the epoch the batch ends that the loop got last.
@@ -31,9 +38,16 @@ class ResumableLoader(DataLoaderShard):
     def __iter__(self) -> Iterator[Any]:
         self.set_epoch(self.iteration)
         self._position = self.base_dataloader.distributed_sampler.start
-        for batch in super().__iter__():
-            self._position += self.total_batch_size
-            yield batch
+        began, is_evaluation = dict(self.dl_state_dict), self._evaluates()
+        try:
+            for batch in super().__iter__():
+                self._position += self.total_batch_size
+                yield batch
+        except GeneratorExit:
+            # The loop was left. A training goes on from there; the next evaluation begins anew.
+            if is_evaluation:
+                self.dl_state_dict = began
+            raise
 
     @property
     def total_batch_size(self) -> int:

@@ -90,7 +90,7 @@ def test_a_failing_rank_is_named_and_the_status_is_1(tmp_path: Path) -> None:
         (["run", "-n", "0", "train.py"], "at least one process is needed"),
         (["run"], "training_script"),
         (["run", "--no-such-flag", "1"], "no such script: 1"),
-        (["fly"], "no command 'fly'; use one of: run, bench, plan, doctor, info"),
+        (["fly"], "no command 'fly'; use one of: run, bench, plan, view, doctor, info"),
         (["info", "--xml"], "unrecognized arguments: --xml"),
     ],
 )

@@ -133,5 +133,5 @@ def test_what_is_in_it_stays_as_it_was() -> None:
     assert config["optimizer"] == {"params": {"betas": [0.9, 0.95]}}
     with pytest.raises(InvalidUsage, match="which no file could have"):
         Config(optimizer={"params": {"lr": object()}})
-    with pytest.raises(InvalidUsage, match="there is no model.1"):
+    with pytest.raises(InvalidUsage, match=r"there is no model\.1"):
         Config.from_dict({"model": {1: 2}})

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import Ranks, clean_environment, rank_outcomes, run_ranks
+from launch import Ranks, clean_environment, rank_outcomes, run_command, run_ranks
 from time_limit import PATIENCE
 from torch import nn
 
@@ -214,6 +214,39 @@ class TestOneRank:
             pydist.monitor(tmp_path)
         pydist.monitor(tmp_path).close()
 
+    def test_a_second_process_is_refused(self, tmp_path: Path) -> None:
+        """Also after somebody in the first one has read the file, and was refused himself."""
+        program = f"import pydist; pydist.monitor({str(tmp_path)!r})"
+        with pydist.monitor(tmp_path):
+            assert lines_of(tmp_path) == []
+            with pytest.raises(pydist.InvalidUsage):
+                pydist.monitor(tmp_path)
+            done = run_command([sys.executable, "-c", program])
+        assert "a monitor that is open already writes it" in done.stderr
+
+    def test_a_forked_child_leaves_the_run_to_its_parent(self, tmp_path: Path) -> None:
+        program = (
+            "import os, pydist\n"
+            f"monitor = pydist.monitor({str(tmp_path)!r})\n"
+            "monitor.step(loss=1.0)\n"
+            "child = os.fork()\n"
+            "if child: os.waitpid(child, 0)\n"
+            "if child: monitor.step(loss=2.0)\n"
+        )
+        assert run_command([sys.executable, "-c", program]).returncode == 0
+        assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
+
+    def test_counts_that_the_program_resets(self, tmp_path: Path) -> None:
+        model = pydist.DataParallel(nn.Linear(4, 2))
+        with pydist.monitor(tmp_path, model=model, every=1) as monitor:
+            for _ in range(3):
+                model(torch.ones(2, 4)).sum().backward()
+                monitor.step()
+                model.reset_stats()
+        told = [line["bytes"] for line in lines_of(tmp_path)]
+        assert told[0] > 0
+        assert told == [told[0]] * 3
+
     @pytest.mark.parametrize(
         ("values", "text"),
         [
@@ -308,7 +341,8 @@ class TestOneRank:
             pydist.monitor(tmp_path, tensorboard=True)
         with pydist.monitor(tmp_path) as monitor:
             monitor.step(loss=1.0)
-        assert [path.name for path in sorted(tmp_path.iterdir())] == ["config.json", "steps.jsonl"]
+        written = [path.name for path in sorted(tmp_path.iterdir())]
+        assert written == [".steps.lock", "config.json", "steps.jsonl"]
 
     def test_event_files_for_tensorboard(self, tmp_path: Path) -> None:
         pytest.importorskip("tensorboard", reason="tensorboard is not installed")

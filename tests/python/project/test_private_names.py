@@ -28,7 +28,7 @@ OF_PYTHON = {"_getframe", "_negative_number_matcher", "_inheriting", "_exit"}
 # Of frameworks, in the one module of each that meets it. Where a version of the framework has
 # dropped one, tests/frameworks fails.
 OF_FRAMEWORKS = {
-    "integrations/accelerate/accelerator.py": {"_dataloaders"},
+    "integrations/accelerate/accelerator.py": {"_dataloaders", "_models"},
     "integrations/lightning/__init__.py": {"_ForwardRedirection"},
     "integrations/lightning/strategies.py": {
         "_ddp_comm_hook",
@@ -40,6 +40,7 @@ OF_FRAMEWORKS = {
         "_redirection_class",
         "_setup_distributed",
     },
+    "integrations/transformers.py": {"_loss_shifts_labels"},
 }
 # Texts that are no name of torch's: a mark of ours, and the end of names of CUDA's.
 HARMLESS = {"_pydist_has_run", "_id"}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import pydist
+import pydist.pipelining  # only programs that have pipelines import it
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = ROOT / "pydist"

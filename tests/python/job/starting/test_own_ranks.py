@@ -45,7 +45,8 @@ def test_a_script_with_arguments(script: Path) -> None:
 
 
 def test_flags_of_the_interpreter_are_kept(script: Path) -> None:
-    script.write_text(PROGRAM + "print('rank', sys.flags.dev_mode, sys.flags.optimize)")
+    tell = "print(f'rank {sys.flags.dev_mode} {sys.flags.optimize}\\n', end='', flush=True)"
+    script.write_text(PROGRAM + tell)
     command = [sys.executable, "-X", "dev", "-O", str(script), "--lr", "0.1"]
     assert told(run_command(command))[3:] == ["rank True 1"] * 3
 

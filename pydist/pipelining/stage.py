@@ -1,27 +1,15 @@
-"""Stages of a pipeline whose replicas average once a step.
-
-`torch.distributed.pipelining` cuts a batch into micro-batches, and calls a stage's module once for
-each. Every backward of a `pydist.DataParallel` among these would average. Here the last one of a
-step does, while it runs, with the gradients of those before it.
-"""
+"""A stage of a pipeline whose replicas average once a step."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import torch.distributed.pipelining as torch_pipelining
-from torch import Tensor
 
-from pydist.collectives import all_reduce
 from pydist.errors import InvalidUsage
 from pydist.job import groups
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
-
-__all__ = ["PipelineStage", "WeightedLoss"]
 
 
 class PipelineStage(torch_pipelining.PipelineStage):
@@ -123,79 +111,3 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """Forgets what an interrupted step has left."""
         self._backwards = 0
         super().clear_runtime_states()
-
-
-class WeightedLoss:
-    """A loss over micro-batches and replicas of different weights, for the schedules of all stages.
-
-    The mean that one process would compute over the whole batch: of tokens, say, of which
-    micro-batches have different numbers. A schedule divides gradients by the number of
-    micro-batches, and replicas average; this undoes both.
-
-    Args:
-        loss: The weighted mean over a micro-batch, such as `torch.nn.functional.cross_entropy`,
-            called with outputs and targets.
-        weight: The weight of targets: `lambda t: (t != -100).sum()`. It is read by the host, so on
-            GPUs each micro-batch waits for it.
-        stage: This rank's, which computes the loss if it is the last one.
-
-    Example:
-        >>> loss = WeightedLoss(cross_entropy, lambda t: (t != -100).sum(), stage)  # doctest: +SKIP
-        >>> schedule = Schedule1F1B(stage, 4, loss_fn=loss)  # doctest: +SKIP
-        >>> with loss.over(targets):  # doctest: +SKIP
-        ...     schedule.step(target=targets)
-    """
-
-    def __init__(
-        self,
-        loss: Callable[[Any, Any], Tensor],
-        weight: Callable[[Any], Tensor | float],
-        stage: PipelineStage,
-    ) -> None:
-        self._loss, self._weight, self._stage = loss, weight, stage
-        self._share: float | None = None
-
-    @contextlib.contextmanager
-    def over(self, targets: Any) -> Iterator[None]:
-        """Weights the micro-batches of a step by what all replicas have. All ranks call it.
-
-        Args:
-            targets: Of this replica, for the whole step; of no meaning but in the last stage.
-
-        Where nothing has any weight, the loss is 0.
-
-        Raises:
-            InvalidUsage: The schedule was made with `scale_grads=False`, so that gradients are as
-                many times too large as there are micro-batches.
-        """
-        if not self._stage.is_last:
-            yield
-            return
-        total = float(self._weight(targets))
-        replicas = 1
-        if (model := self._stage.replicated) is not None:
-            group = model.process_group
-            replicas = groups.communicator_of(group, "process_group").size
-            total = float(all_reduce(torch.tensor(total, dtype=torch.float64), group=group))
-        self._share = replicas / total if total else 0.0
-        self._stage.scaled_by = None
-        try:
-            yield
-        finally:
-            self._share = None
-        if self._stage.chunks != 1 and self._stage.scaled_by != self._stage.chunks:
-            raise InvalidUsage(
-                f"gradients of {self._stage.chunks} micro-batches were not divided by their "
-                "number, as WeightedLoss expects: leave scale_grads=True in the schedule"
-            )
-
-    def __call__(self, outputs: Any, targets: Any) -> Tensor:
-        """The micro-batch's part; the mean of all parts is the loss of the whole batch."""
-        if self._share is None:
-            raise InvalidUsage("the step's weights are not known: step within `loss.over(targets)`")
-        if self._stage.chunks is None:
-            return self._loss(outputs, targets)  # before its first step a schedule asks what comes
-        weight = float(self._weight(targets))
-        if weight == 0:  # and the mean of nothing is no number
-            return outputs.sum() * 0  # type: ignore[no-any-return]
-        return self._loss(outputs, targets) * (weight * self._share * self._stage.chunks)
