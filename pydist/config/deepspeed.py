@@ -55,9 +55,17 @@ class _Taken:
     def table(self, name: str) -> _Taken:
         """A table within this one; an empty one where it is not there."""
         value = self.take(name, {})
+        value = {} if value is None else value
         if not isinstance(value, Mapping):
             raise InvalidUsage(f"{self.where}: {name} is {value!r}; it must be a table")
         return _Taken(value, f"{self.where}: {name}")
+
+    def switch(self, name: str) -> bool:
+        """A value that says yes or no."""
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise InvalidUsage(f"{self.where}: {name} is {value!r}; it must be true or false")
+        return value
 
     def rest(self) -> dict[str, Any]:
         """All that is left, taken."""
@@ -100,7 +108,8 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
             "and gradients (stages 1 and 2), and keeps parameters whole on every rank"
         )
     bf16 = [given.table("bf16"), given.table("bfloat16")]
-    if any(each.take("enabled", False) for each in bf16):
+    switches = [each.switch("enabled") for each in bf16]
+    if any(switches):
         training["dtype"] = "bfloat16"
         # The weights that are updated are kept in float32, as theirs are in every stage. Ours are
         # where the state is sharded. But without sharding theirs add up gradients in float32, too.
@@ -114,13 +123,14 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
                 "gradient_accumulation_steps to 1"
             )
         stage = stage or 1
-    if given.table("fp16").take("enabled", False):
+    if given.table("fp16").switch("enabled"):
         raise InvalidUsage(
             f"{where}: fp16.enabled is true: use bf16, or torch.autocast and torch.amp.GradScaler "
             "around the model"
         )
     optimizer = _optimizer(given.table("optimizer"))
-    optimizer["stage"] = stage
+    if stage:
+        optimizer["stage"] = stage
     left = given.left() + zero.left("zero_optimization.")
     left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.")
     changing = [name for name in left if name not in _WITHOUT_EFFECT]

@@ -71,10 +71,10 @@ def current() -> Config:
     Raises:
         InvalidUsage: the file that PYDIST_CONFIG names can't be read, or is not valid.
     """
-    return _over_file(_given)
+    return over_file(_given)
 
 
-def _over_file(given: Config | None) -> Config:
+def over_file(given: Config | None) -> Config:
     """What a configuration that the program has given makes of that of PYDIST_CONFIG.
 
     Raises:
@@ -95,7 +95,7 @@ def configuration_of(given: Configuration | None) -> Config | None:
 def use(config: Config | None) -> None:
     """Puts a configuration in force; None: that of PYDIST_CONFIG alone."""
     global _given
-    found = _over_file(config)
+    found = over_file(config)
     with environment_lock:
         _take_back()
         _given = config
@@ -131,6 +131,17 @@ def leave_environment() -> None:
     """
     with environment_lock:
         _take_back()
+
+
+@contextlib.contextmanager
+def outside_environment() -> Iterator[None]:
+    """Like `leave_environment`, for as long as others are started."""
+    leave_environment()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(InvalidUsage):
+            use(_given)
 
 
 @contextlib.contextmanager

@@ -73,7 +73,8 @@ def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> Non
             such GPUs, or the program has used one already; nobody can tell how to start the
             program again.
     """
-    if processes is not None and (isinstance(processes, bool) or processes < 1):
+    is_whole = isinstance(processes, int) and not isinstance(processes, bool)
+    if processes is not None and not (is_whole and processes >= 1):
         raise InvalidUsage(f"processes={processes!r} is not valid; it must be 1 or more.")
     placement = read_placement()
     if placement.launcher != "no launcher":
@@ -141,7 +142,7 @@ def _start(count: int, command: Sequence[str]) -> None:
         ) from error
     _others = others
     # Before what leaves the job at exit is registered, so that it comes after that.
-    atexit.register(_wait_for_others)
+    atexit.register(_at_exit)
     threading.Thread(target=_watch, args=(others,), name="pydist-ranks", daemon=True).start()
 
 
@@ -255,11 +256,19 @@ def _end(others: _Others) -> None:
         process.wait()
 
 
-def _wait_for_others() -> None:
-    """At exit: the program ends when its last rank does, and badly where one did."""
+def _at_exit() -> None:
+    """The program ends when its last rank does, and badly where one did, or by Ctrl-C meanwhile."""
     others = _others
     if others is None or os.getpid() != others.pid:
         return
+    try:
+        _wait_for(others)
+    except KeyboardInterrupt:
+        _end(others)
+        os._exit(128 + signal.SIGINT)
+
+
+def _wait_for(others: _Others) -> None:
     # An exception that nobody has caught is there by now; what sys.exit was told is not.
     has_failed = getattr(sys, "last_value", None) is not None
     patience_s = _GRACE_S if has_failed or others.failed() else _PATIENCE_S

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
+from pydist.config import in_force
 from pydist.config.variables import parse_backend
 from pydist.errors import InvalidUsage, Timeout
 from pydist.job import last_words
@@ -278,7 +279,9 @@ def _run(
             ends all.
     """
     deadline_s = None if timeout is None else time.monotonic() + timeout
-    with _lock, _environment(variables), _without_main() if by_value else contextlib.nullcontext():
+    main = _without_main() if by_value else contextlib.nullcontext()
+    # The ranks read PYDIST_CONFIG by themselves.
+    with _lock, in_force.outside_environment(), _environment(variables), main:
         context = torch_multiprocessing.spawn(
             _run_rank, (str(folder), deadline_s), nprocs=count, join=False
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pydist.config import in_force
 from pydist.config.in_force import Configuration
@@ -56,8 +56,10 @@ def initialize(
         InvalidUsage: An argument is not supported; sizes of batches contradict each other; there is
             no optimizer, or one that can't be sharded; or as for `pydist.init`.
     """
-    membership.init(config=config)
-    settings = in_force.current()
+    configuration = in_force.configuration_of(config)
+    membership.init(config=configuration)
+    # Of several models, each has its own: nothing is left of the configuration before.
+    settings = in_force.current() if configuration is None else in_force.over_file(configuration)
     training, choice = settings["training"], settings["optimizer"]
     _require_same(training, choice)
     in_force.note("training", {}, training)
@@ -181,6 +183,10 @@ def _loader(
     training: dict[str, Any],
 ) -> PreparedLoader[Any]:
     if not isinstance(data, DataLoader):
+        if isinstance(data, IterableDataset):
+            raise InvalidUsage(
+                "data is an iterable data set, which takes its share by itself: pass a loader of it"
+            )
         if micro_batch_size is None:
             raise InvalidUsage(
                 "a data set needs training.micro_batch_size or training.batch_size; or pass a "
@@ -189,6 +195,11 @@ def _loader(
         drop_last = training.get("drop_last", False)
         data = DataLoader(
             data, micro_batch_size, shuffle=True, collate_fn=collate_fn, drop_last=drop_last
+        )
+    elif collate_fn is not None or training.get("drop_last"):
+        raise InvalidUsage(
+            "collate_fn and training.drop_last are for the loader that is made of a data set: give "
+            "them to the loader that is passed"
         )
     elif micro_batch_size is not None and data.batch_size not in (None, micro_batch_size):
         raise InvalidUsage(

@@ -87,6 +87,7 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
             {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4},
             "adds up gradients in float32",
         ),
+        ({"bf16": {"enabled": "false"}}, "enabled is 'false'; it must be true or false"),
         ({"bf16": True}, "bf16 is True; it must be a table"),
     ],
 )

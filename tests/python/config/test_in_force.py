@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -154,6 +155,22 @@ def test_a_checkpoint_knows_how_its_training_was_set_up(tmp_path: Path) -> None:
         assert found == [{"reduction": "sum", "compress": "fp16"}, None, "sum", "fp16"]
 
 
+def test_spawned_ranks_read_the_file_by_themselves(file: str, tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text("[engine]\ntimeout = 55\n")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, pydist\n"
+        "def ask():\n"
+        f"    pydist.init(config={str(other)!r})\n"
+        "    return pydist.job.current.job.membership.communicator.timeout\n"
+        "if __name__ == '__main__':\n"
+        "    print(pydist.spawn(ask, nprocs=2), os.environ['PYDIST_TIMEOUT'])\n"
+    )
+    done = run_command([sys.executable, str(program)], env={"PYDIST_CONFIG": file})
+    assert done.stdout == "[55.0, 55.0] 77\n", done.stderr
+
+
 def test_info_tells_where_values_are_from(file: str) -> None:
     command = [sys.executable, "-m", "pydist", "info", "--json"]
     report = json.loads(run_command(command, env={"PYDIST_CONFIG": file}).stdout)
@@ -162,7 +179,7 @@ def test_info_tells_where_values_are_from(file: str) -> None:
     assert found["optimizer.stage"]["source"] == file
     assert found["model.check_every"]["source"] == "default"
     shown = run_command(command[:-1], env={"PYDIST_CONFIG": file}).stdout
-    assert "model.compress" in shown
+    assert re.search(rf"model\.compress +\"bf16\" +{re.escape(file[:20])}", shown), shown
 
 
 def test_a_file_that_is_not_valid_is_told_by_info_and_refused_by_init(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ def initialize(config: dict[str, Any], optimizer: str, batch_size: int | None) -
         ({}, "made", None, "needs training.micro_batch_size"),
         ({"training": {"micro_batch_size": 3}}, "made", 2, "batch_size is 2"),
         ({"training": {"batch_size": 7}}, "made", None, "is not micro_batch_size (3)"),
+        ({"training": {"drop_last": True}}, "made", 2, "give them to the loader that is passed"),
         ({"training": {"clip_grad_norm": -1.0}}, "made", 2, "it must be more than 0"),
         ({"loader": {"split_batches": True}}, "made", 2, "loader.split_batches=True"),
         ({"training": {"dtype": "bfloat16"}}, "made", 2, "set optimizer.stage to 1 or 2"),
@@ -243,3 +244,14 @@ def copies() -> tuple[str, Any]:
 def test_a_copy_does_not_step() -> None:
     told = ("a copy of the model has no optimizer: step the one it was made of", True)
     assert run_ranks(copies, 2) == [told] * 2
+
+
+def two_in_turn() -> list[tuple[float | None, int]]:
+    clipping: Any = {"training": {"clip_grad_norm": 0.1, "accumulation_steps": 2}}
+    first, *_ = pydist.initialize(network(), adamw, config=clipping)
+    second, *_ = pydist.initialize(network(), adamw, config={"training": {}})
+    return [(each.clip_grad_norm, each.accumulation_steps) for each in (first, second)]
+
+
+def test_a_second_model_has_a_configuration_of_its_own() -> None:
+    assert run_ranks(two_in_turn, 2) == [[(0.1, 2), (None, 1)]] * 2
