@@ -7,11 +7,11 @@ import os
 import sys
 import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from pydist.cli.parser import Parser
 from pydist.errors import InvalidUsage
+from pydist.monitoring.whole_file import write_whole
 from pydist.viewing.page import make_page
 from pydist.viewing.run_folders import find_runs
 
@@ -57,23 +57,14 @@ def main(arguments: Sequence[str]) -> int:
     folders = find_runs(options.folders)
     page = make_page(folders)
     path = options.output or Path(options.folders[0]) / "view.html"
-    _write(path, page)
+    try:
+        write_whole(path, page)
+    except OSError as error:
+        raise InvalidUsage(
+            f"the page can't be written to {os.fspath(path)!r}: {error}. Name another with -o FILE."
+        ) from error
     print(f"{len(folders)} {'run' if len(folders) == 1 else 'runs'}: {path}")
     if options.open and not webbrowser.open(path.resolve().as_uri()):
         print(f"pydist view: found no browser to open {path} with", file=sys.stderr)
         return 1
     return 0
-
-
-def _write(path: Path, page: str) -> None:
-    """As a whole: a browser that shows the page meanwhile never reads half of it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(page, encoding="utf-8", errors="replace")
-        beside.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
-        raise InvalidUsage(
-            f"the page can't be written to {os.fspath(path)!r}: {error}. Name another with -o FILE."
-        ) from error

@@ -7,13 +7,13 @@ import copy
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydist import _native
 from pydist.config.fields import ENGINE, find, require_section, text_of, variable_of
 from pydist.config.files import read_tables
-from pydist.config.variables import parse_backend
+from pydist.config.variables import environment_with, parse_backend
 from pydist.errors import InvalidUsage
 
 # The source of what the program itself says.
@@ -172,33 +172,18 @@ class Config:
 environment_lock = threading.Lock()
 
 
-@contextlib.contextmanager
-def _instead(variables: Mapping[str, str]) -> Iterator[None]:
-    """Puts variables into the environment, and takes them out again."""
-    with environment_lock:
-        before = {name: os.environ.get(name) for name in variables}
-        try:
-            os.environ.update(variables)
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-
 def _require_valid(engine: Mapping[str, Any], source: str) -> None:
     """Has the engine judge its variables, by the same words as when it reads them."""
     if not engine:
         return
+    variables = {variable_of(name): text_of(value) for name, value in engine.items()}
     for name, value in engine.items():
         if "\0" in text_of(value):
             raise InvalidUsage(f"{source}: engine.{name} is {value!r}, which no variable can be")
     if "backend" in engine:
         parse_backend(text_of(engine["backend"]), f"{source}: engine.backend")
     try:
-        with _instead({variable_of(name): text_of(value) for name, value in engine.items()}):
+        with environment_lock, environment_with(variables):
             _native.read_environment()
     except InvalidUsage as error:
         raise InvalidUsage(f"{source}: {error}") from None

@@ -3,8 +3,9 @@
 Note [What goes before what]
 The program's arguments go before variables, these before files, these before defaults. Calls see to
 the first: they take from the configuration what the program has left out. Values of the section
-"engine" are put into the environment, from where the engine and child processes read them: those of
-a file only where no variable is set, those that the program gives also where one is.
+"engine" are put into the environment, where the engine reads them: those of a file only where no
+variable is set, those that the program gives also where one is. Ranks that this process starts do
+not find them there: they read the file that PYDIST_CONFIG names by themselves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What a user says of backends and time-outs, in variables and in arguments."""
+"""The `PYDIST_` variables; what a user says of backends and time-outs, there and in arguments."""
 
+import contextlib
 import difflib
 import numbers
 import os
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 
 from pydist import _native
@@ -15,6 +17,21 @@ def valid_backends() -> tuple[str, ...]:
         if name == "PYDIST_BACKEND":
             return tuple(value.strip() for value in values.split("|"))
     raise Error("the engine declares no PYDIST_BACKEND: pydist and its engine differ in version.")
+
+
+@contextlib.contextmanager
+def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables, and then gives them back what they had before."""
+    before = {name: os.environ.get(name) for name in variables}
+    try:
+        os.environ.update(variables)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def unknown_variables() -> list[tuple[str, str]]:

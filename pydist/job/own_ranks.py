@@ -1,8 +1,9 @@
 """The other ranks of a script that nobody has launched: `pydist.init(processes=4)`.
 
 This process becomes rank 0, so a debugger stays in it, and starts its own script again for each of
-the others, which find their job in the environment. Whoever fails ends all: a thread of this
-process watches the others, and the kernel ends them with this process.
+the others, which find their job in the environment. Whoever of these fails ends all: a thread of
+this process watches them. They have a minute to end once this process's own program has, with
+whatever status, which `sys.exit` tells nobody; and the kernel ends them with this process.
 """
 
 import atexit
@@ -292,4 +293,5 @@ def _wait_for(others: _Others) -> None:
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(1)
+        status = others.processes[failed[0] - 1].returncode
+        os._exit(status if status > 0 else 1)

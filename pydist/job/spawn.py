@@ -34,7 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 
 from pydist.config import in_force
-from pydist.config.variables import parse_backend
+from pydist.config.variables import environment_with, parse_backend
 from pydist.errors import InvalidUsage, Timeout
 from pydist.job import last_words
 from pydist.job.log import logger
@@ -234,21 +234,6 @@ def _pack(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bytes, bool]:
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables that processes must have from their very start (OMP_NUM_THREADS)."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Hides the main module from multiprocessing; see Note [No second main]."""
     main = sys.modules["__main__"]
@@ -281,7 +266,7 @@ def _run(
     deadline_s = None if timeout is None else time.monotonic() + timeout
     main = _without_main() if by_value else contextlib.nullcontext()
     # The ranks read PYDIST_CONFIG by themselves.
-    with _lock, in_force.outside_environment(), _environment(variables), main:
+    with _lock, in_force.outside_environment(), environment_with(variables), main:
         context = torch_multiprocessing.spawn(
             _run_rank, (str(folder), deadline_s), nprocs=count, join=False
         )

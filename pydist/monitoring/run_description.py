@@ -7,7 +7,6 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from pydist import _native
 from pydist._load import __version__
 from pydist.config import in_force
 from pydist.monitoring.step_file import as_text
+from pydist.monitoring.whole_file import write_whole
 
 NAME = "config.json"
 
@@ -78,21 +78,14 @@ def write(folder: Path, start: dict[str, Any]) -> None:
     Raises:
         OSError: it can't be written.
     """
-    path = folder / NAME
-    beside = folder / f".{NAME}.{os.getpid()}"
-    try:
-        beside.write_text(json.dumps({"starts": [*starts_in(folder), start]}, indent=2) + "\n")
-        beside.replace(path)
-    except OSError:
-        with suppress(OSError):
-            beside.unlink()
-        raise
+    text = json.dumps({"starts": [*starts_in(folder), start]}, indent=2) + "\n"
+    write_whole(folder / NAME, text)
 
 
 def starts_in(folder: Path) -> list[dict[str, Any]]:
     """The starts that the file of a run tells of; none where it is missing or unreadable."""
     try:
-        found = json.loads((folder / NAME).read_text())
+        found = json.loads((folder / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return []
     starts = found.get("starts") if isinstance(found, dict) else None

@@ -49,10 +49,10 @@ class WeightedLoss:
     def over(self, targets: Any) -> Iterator[None]:
         """Weights the micro-batches of a step by what all replicas have. All ranks call it.
 
+        Where nothing has any weight, the loss is 0.
+
         Args:
             targets: Of this replica, for the whole step; of no meaning but in the last stage.
-
-        Where nothing has any weight, the loss is 0.
 
         Raises:
             InvalidUsage: The schedule was made with `scale_grads=False`, so that gradients are as

@@ -131,7 +131,7 @@ def prepare(
     batched = loader.batch_sampler
     if isinstance(batched, BatchSampler):
         _require_none(given + ["split_batches"] * split_batches)
-        return _prepared(loader, batched)
+        return prepared_with(loader, batched)
     if batched is not None and type(batched) is not torch_data.BatchSampler:
         raise InvalidUsage(
             f"the loader has a batch sampler of its own, {a_type(batched)}, and how its "
@@ -142,7 +142,7 @@ def prepare(
     single = loader.sampler if batched is None else batched.sampler
     if isinstance(single, BatchSampler):
         _require_none(given + ["split_batches"] * split_batches)
-        return _prepared(loader, single)
+        return prepared_with(loader, single)
     if isinstance(single, DistributedSampler):
         _require_none(given)
         sampler = single
@@ -165,7 +165,7 @@ def prepare(
         raise InvalidUsage(
             "split_batches=True shares out batches, and with batch_size=None there are none."
         )
-    prepared = _prepared(loader, source)
+    prepared = prepared_with(loader, source)
     if sampler is not single and seed is None:
         generator = getattr(single, "generator", None)
         generator = loader.generator if generator is None else generator
@@ -410,9 +410,10 @@ def _sampler_of(source: BatchSampler | DistributedSampler) -> DistributedSampler
     return source.sampler if isinstance(source, BatchSampler) else source
 
 
-def _prepared(
+def prepared_with(
     loader: DataLoader[T], source: BatchSampler | DistributedSampler
 ) -> PreparedLoader[T]:
+    """A loader like the given one, whose batches or samples come from a source of pydist's."""
     kind = type(loader)
     # A loader's class may do things of its own in __iter__: it goes on doing them, below ours.
     made: type[PreparedLoader[T]] = PreparedLoader

@@ -53,7 +53,7 @@ class Engine(DataParallel):
     }
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step`, of this backward or the coming one, is one that is made."""
+        """Whether the next call of `step` updates the parameters."""
         coming = self._backwards + (not self._is_step_expected)
         return coming >= self.accumulation_steps
 
@@ -109,4 +109,5 @@ class Engine(DataParallel):
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         optimizer.zero_grad()
+        self.zero_grad()  # of parameters that the optimizer does not have
         self.global_steps += 1

@@ -17,6 +17,7 @@ from pydist.job import groups, membership
 from pydist.job.arguments import a_type
 from pydist.parallel.replica_check import check_same
 from pydist.sampling.loader import PreparedLoader, prepare
+from pydist.sharding.made_anew import sharded_like
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.training.batch_sizes import batch_sizes
 from pydist.training.engine import Engine
@@ -167,13 +168,10 @@ def _optimizer(
     _require_in(made, engine)
     if stage == 0 or isinstance(made, ShardedOptimizer):
         return made
-    if made.state:
-        raise InvalidUsage(
-            "the optimizer has a state already, which is not sharded: pass a new one, and load "
-            "the state into what pydist.initialize returns"
-        )
-    groups = [dict(group) for group in made.param_groups]
-    return ShardedOptimizer(groups, type(made))
+    sharded: Optimizer = sharded_like(
+        made, f"optimizer.stage={stage}", "set optimizer.stage to 0", stage=stage
+    )
+    return sharded
 
 
 def _loader(

@@ -3,7 +3,7 @@
 import sys
 
 import torch
-from accelerate_runs import Points, network
+import toy_training as toy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,9 +15,9 @@ else:
 
 def main() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = network()
+    model = toy.network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    loader = DataLoader(Points(24), batch_size=3)
+    loader = DataLoader(toy.Points(24), batch_size=3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(3):
         for _, inputs, targets in loader:

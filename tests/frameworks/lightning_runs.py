@@ -1,51 +1,16 @@
 """Trainings of both Lightning packages, which tests run on ranks and compare."""
 
-import contextlib
-import gc
 import importlib
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import toy_training as toy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-
-import pydist
+from torch.utils.data import DataLoader
 
 # What torchrun tells Lightning, beside what launch.py sets.
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "test", "GROUP_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "0"}
-
-
-class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Points with their number, so that a training can say which ones it got."""
-
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self._inputs = torch.randn(length, 6, generator=generator)
-        self._targets = torch.randn(length, 1, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.tensor(index), self._inputs[index], self._targets[index]
-
-
-@contextlib.contextmanager
-def leaving() -> Iterator[None]:
-    """Leaves the job at the end, so that the next call on these ranks begins anew.
-
-    Decorates a function, whose models are gone by then: torch's wrapper needs its group to go.
-    """
-    try:
-        yield
-    finally:
-        gc.collect()
-        pydist.shutdown()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def trainer_of(package: str, strategy: str, devices: Any, **settings: Any) -> Any:
@@ -86,19 +51,13 @@ def tree_of(package: str) -> Any:
     return importlib.import_module("lightning.pytorch" if package == "lightning" else package)
 
 
-def network() -> nn.Module:
-    """The same on every rank and in every process."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
-
-
 def regression(package: str, length: int, batch_size: int, *, shuffle: bool = False) -> Any:
     """A LightningModule that takes down its losses, and the numbers of the samples it got."""
 
     class Regression(tree_of(package).LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            self.network = network()
+            self.network = toy.network()
             self.losses: list[float] = []
             self.seen: list[list[int]] = []
             self.seen_outside: list[int] = []
@@ -127,16 +86,16 @@ def regression(package: str, length: int, batch_size: int, *, shuffle: bool = Fa
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
         def train_dataloader(self) -> Any:
-            return DataLoader(Points(length), batch_size, shuffle=shuffle)
+            return DataLoader(toy.Points(length), batch_size, shuffle=shuffle)
 
         def val_dataloader(self) -> Any:
-            return DataLoader(Points(length), batch_size)
+            return DataLoader(toy.Points(length), batch_size)
 
         test_dataloader = val_dataloader
 
         def predict_dataloader(self) -> Any:
             # Lightning can't make such a loader anew if its batch size is given by position.
-            return DataLoader(Points(length), batch_size=batch_size)
+            return DataLoader(toy.Points(length), batch_size=batch_size)
 
     return Regression()
 
@@ -161,7 +120,7 @@ def saving_at(package: str, step: int, path: str) -> Any:
     return SavesAmidEpoch()
 
 
-@leaving()
+@toy.leaving()
 def gan(strategy: str) -> Any:
     """Lightning's GAN tutorial in small: two optimizers by hand, each for a part of the model."""
     trainer = trainer_of("lightning", strategy, 2, max_epochs=2)
@@ -207,7 +166,7 @@ def gan(strategy: str) -> Any:
             )
 
         def train_dataloader(self) -> Any:
-            return DataLoader(Points(24), 3)
+            return DataLoader(toy.Points(24), 3)
 
     model = Gan()
     trainer.fit(model)

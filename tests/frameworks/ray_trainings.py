@@ -12,32 +12,12 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+import toy_training as toy
+from torch import nn
+from torch.utils.data import DataLoader
 
 import pydist
 from pydist.integrations import ray as on_pydist
-
-
-class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Points with their number, so that a training can say which ones it got."""
-
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self._inputs = torch.randn(length, 6, generator=generator)
-        self._targets = torch.randn(length, 1, generator=generator)
-
-    def __len__(self) -> int:
-        return len(self._inputs)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.tensor(index), self._inputs[index], self._targets[index]
-
-
-def network() -> nn.Module:
-    """The same on every rank and in every process."""
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
 def train(config: dict[str, Any]) -> None:
@@ -48,9 +28,9 @@ def train(config: dict[str, Any]) -> None:
         folder: Where each worker leaves what it went through.
     """
     of = on_pydist if config["functions"] == "pydist" else ray.train.torch
-    model = of.prepare_model(network())
+    model = of.prepare_model(toy.network())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    loader = of.prepare_data_loader(DataLoader(Points(24), batch_size=3))
+    loader = of.prepare_data_loader(DataLoader(toy.Points(24), batch_size=3))
     losses = []
     for _ in range(2):
         for _, inputs, targets in loader:
@@ -83,7 +63,7 @@ def _go_on(config: dict[str, Any]) -> None:
         killed_at: The step before which worker 1 is killed, in the run's first attempt; or None.
         sharded: Whether the optimizer's state is sharded.
     """
-    model = on_pydist.prepare_model(network())
+    model = on_pydist.prepare_model(toy.network())
     optimizer: Any
     if config["sharded"]:
         optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.05)
@@ -91,7 +71,7 @@ def _go_on(config: dict[str, Any]) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     # 8 samples of 48 a step, on any number of workers; uneven shares are weighted.
     loader = on_pydist.prepare_data_loader(
-        DataLoader(Points(48), batch_size=8, shuffle=True), split_batches=True, seed=5
+        DataLoader(toy.Points(48), batch_size=8, shuffle=True), split_batches=True, seed=5
     )
     kept = {"model": model, "optimizer": optimizer, "sampler": loader}
     extra = on_pydist.restore(**kept)

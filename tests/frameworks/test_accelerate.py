@@ -18,6 +18,7 @@ if importlib.util.find_spec("accelerate") is None:
     )
 
 import accelerate_runs as runs
+import toy_training as toy
 
 LIMIT_S = 50.0
 PROGRAM = Path(__file__).with_name("accelerate_program.py")
@@ -55,9 +56,9 @@ def trained(whose: str, settings: dict[str, Any], shuffle: bool, path: str) -> A
 
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     accelerator = runs.accelerator_of(whose, dataloader_config=config, **settings)
-    model = runs.network()
+    model = toy.network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    loader = DataLoader(runs.Points(24), batch_size=3, shuffle=shuffle)
+    loader = DataLoader(toy.Points(24), batch_size=3, shuffle=shuffle)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, seen = [], []
     for _ in range(2):
@@ -128,11 +129,11 @@ def stepped(path: str, save_after: int | None, shuffle: bool, skips: bool) -> An
     accelerator = runs.accelerator_of(
         "ours", dataloader_config=config, gradient_accumulation_steps=2
     )
-    model = runs.network()
+    model = toy.network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 9)
     torch.manual_seed(11 if save_after else 12)  # a checkpoint brings its order along
-    loader = DataLoader(runs.Points(32), batch_size=8, shuffle=shuffle)
+    loader = DataLoader(toy.Points(32), batch_size=8, shuffle=shuffle)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if save_after is None:
         accelerator.load_state(path)

@@ -16,6 +16,7 @@ if importlib.util.find_spec("accelerate") is None:
     )
 
 import accelerate_runs as runs
+import toy_training as toy
 
 import pydist
 
@@ -35,7 +36,7 @@ def gathered(length: int, even: bool) -> Any:
 
     config = DataLoaderConfiguration(even_batches=even)
     accelerator = runs.accelerator_of("ours", dataloader_config=config)
-    loader = accelerator.prepare(DataLoader(runs.Points(length), batch_size=2))
+    loader = accelerator.prepare(DataLoader(toy.Points(length), batch_size=2))
     tensors, objects = [], []
     for numbers, *_ in loader:
         tensors += accelerator.gather_for_metrics([numbers])[0].tolist()
@@ -56,9 +57,9 @@ def test_metrics_have_each_sample_once_in_order(ranks: int, even: bool) -> None:
 def joined(even_batches: bool | None) -> Any:
     """An epoch of 13 samples in batches of 4: the last batch has one, on rank 0 alone."""
     accelerator = runs.accelerator_of("ours")
-    model = runs.network()
+    model = toy.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(runs.Points(13), batch_size=4 // accelerator.num_processes)
+    loader = DataLoader(toy.Points(13), batch_size=4 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     batches = 0
     with accelerator.join_uneven_inputs([model], even_batches=even_batches):
@@ -90,10 +91,10 @@ def locally(whose: str) -> Any:
     from accelerate.local_sgd import LocalSGD
 
     accelerator = runs.accelerator_of(whose)
-    model = runs.network()
+    model = toy.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    points = runs.Points(24)
+    points = toy.Points(24)
     weights = []
     with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
         for step in range(6):
@@ -117,8 +118,8 @@ def test_local_sgd_is_that_of_ddp(two: Ranks) -> None:
 def triggered(whose: str) -> Any:
     """Two forwards under no_sync, and an average in the second backward."""
     accelerator = runs.accelerator_of(whose)
-    model = accelerator.prepare(runs.network())
-    points = runs.Points(8)
+    model = accelerator.prepare(toy.network())
+    points = toy.Points(8)
     _, inputs, targets = points[4 * accelerator.process_index + torch.arange(4)]
     with accelerator.no_sync(model):
         first = nn.functional.mse_loss(model(inputs[:2]), targets[:2])
@@ -156,7 +157,7 @@ def test_accelerate_shares_out_an_iterable_data_set(two: Ranks) -> None:
 def prepared_twice() -> Any:
     """A loader of pydist's is not shared out again, nor one that was prepared before."""
     accelerator = runs.accelerator_of("ours")
-    own = pydist.prepare(DataLoader(runs.Points(8), batch_size=2))
+    own = pydist.prepare(DataLoader(toy.Points(8), batch_size=2))
     loader = accelerator.prepare_data_loader(accelerator.prepare_data_loader(own))
     return [number for numbers, *_ in loader for number in numbers.tolist()]
 
@@ -169,7 +170,7 @@ def test_samples_are_shared_out_once(two: Ranks) -> None:
 @runs.leaving()
 def shared_by_torch() -> None:
     accelerator = runs.accelerator_of("ours")
-    points = runs.Points(8)
+    points = toy.Points(8)
     sampler = DistributedSampler(points, accelerator.num_processes, accelerator.process_index)
     accelerator.prepare(DataLoader(points, batch_size=2, sampler=sampler))
 
@@ -184,7 +185,7 @@ def without_cpu() -> None:
 @runs.leaving()
 def loaded_with(batch_size: int, path: str) -> None:
     accelerator = runs.accelerator_of("ours")
-    loader = accelerator.prepare(DataLoader(runs.Points(24), batch_size=batch_size))
+    loader = accelerator.prepare(DataLoader(toy.Points(24), batch_size=batch_size))
     if path.endswith("saved"):
         next(iter(loader))
         accelerator.save_state(path)

@@ -9,6 +9,7 @@ from typing import Any
 import lightning_runs as runs
 import pytest
 import torch
+import toy_training as toy
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
 
@@ -26,7 +27,7 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-@runs.leaving()
+@toy.leaving()
 def trained(package: str, strategy: str, path: str, settings: dict[str, Any]) -> Any:
     """Two epochs; the losses, the logged mean and what the checkpoint holds."""
     trainer = runs.trainer_of(package, strategy, 2, max_epochs=2, **settings)
@@ -67,13 +68,13 @@ def test_the_same_losses_and_checkpoint_as_ddp(
         torch.testing.assert_close(own[2], their[2], rtol=1e-5, atol=1e-6)
 
 
-@runs.leaving()
+@toy.leaving()
 def validated(length: int) -> tuple[float, float, list[int]]:
     """The mean over ranks, that of one process over all samples, and this rank's samples."""
     trainer = runs.trainer_of("lightning", "pydist", 2)
     model = runs.regression("lightning", length, batch_size=2)
     (results,) = trainer.test(model, verbose=False)
-    points = [runs.Points(length)[index] for index in range(length)]
+    points = [toy.Points(length)[index] for index in range(length)]
     _, inputs, targets = (torch.stack(column) for column in zip(*points, strict=True))
     with torch.no_grad():
         whole = nn.functional.mse_loss(model.network(inputs), targets)
@@ -87,7 +88,7 @@ def test_testing_counts_every_sample_once_over_uneven_shares(two: Ranks) -> None
         assert mean == pytest.approx(whole, rel=1e-6)
 
 
-@runs.leaving()
+@toy.leaving()
 def predicted(length: int) -> tuple[list[list[float]], Any]:
     """This rank's predictions, and those of all put in order as docs/frameworks.md says."""
     trainer = runs.trainer_of("lightning", "pydist", 2)
@@ -102,9 +103,9 @@ def predicted(length: int) -> tuple[list[list[float]], Any]:
 
 @pytest.mark.parametrize("length", [7, 9])
 def test_each_sample_is_predicted_once_and_in_a_known_order(two: Ranks, length: int) -> None:
-    points = torch.stack([runs.Points(length)[index][1] for index in range(length)])
+    points = torch.stack([toy.Points(length)[index][1] for index in range(length)])
     with torch.no_grad():
-        expected = torch.cat([torch.arange(length)[:, None], runs.network()(points)], dim=1)
+        expected = torch.cat([torch.arange(length)[:, None], toy.network()(points)], dim=1)
     for rank, (own, ordered) in enumerate(two.run(predicted, length, timeout=LIMIT_S)):
         assert [int(number) for number, _ in own] == list(range(rank, length, 2))
         torch.testing.assert_close(ordered, expected, rtol=1e-5, atol=1e-6)
@@ -120,7 +121,7 @@ def test_the_gan_tutorial_needs_no_flag(two: Ranks) -> None:
     torch.testing.assert_close(ours[0][1], theirs[0][1], rtol=1e-4, atol=1e-5)
 
 
-@runs.leaving()
+@toy.leaving()
 def halted(path: str) -> Any:
     """Trains to the end, and saves after the 5th of 9 steps: the second of the second epoch."""
     callbacks = [runs.saving_at("lightning", 5, path)]
@@ -130,7 +131,7 @@ def halted(path: str) -> Any:
     return model.losses, model.seen
 
 
-@runs.leaving()
+@toy.leaving()
 def resumed(path: str, ranks: int) -> Any:
     trainer = runs.trainer_of("lightning", "pydist", ranks, max_epochs=3)
     model = runs.regression("lightning", length=36, batch_size=12 // ranks)
@@ -162,7 +163,7 @@ def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_ranks(
     assert [loss for loss, _ in rest] == pytest.approx([loss for loss, _ in whole[5:]], rel=1e-5)
 
 
-@runs.leaving()
+@toy.leaving()
 def logged(names_of_ranks: list[list[str]], on_step: bool) -> Any:
     """Two epochs of three steps that log the rank; the means at the end."""
     settings = {"max_epochs": 2, "limit_val_batches": 0}
@@ -209,7 +210,7 @@ def test_a_rank_that_logs_fewer_names_ends_the_training(on_step: bool) -> None:
     assert errors <= {"Mismatch", "PeerLost"}
 
 
-@runs.leaving()
+@toy.leaving()
 def resumed_with(path: str, batch_size: int) -> None:
     trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=3)
     trainer.fit(runs.regression("lightning", 36, batch_size), ckpt_path=path)
@@ -224,7 +225,7 @@ def test_resuming_with_another_global_batch_is_refused(two: Ranks, tmp_path: Pat
             assert "batch" in outcome.message
 
 
-@runs.leaving()
+@toy.leaving()
 def averaged(strategy: str, callback: str, arguments: dict[str, Any]) -> Any:
     callbacks = importlib.import_module("lightning.pytorch.callbacks")
     given = [getattr(callbacks, callback)(**arguments)]

@@ -9,6 +9,7 @@ from typing import Any
 import lightning_runs as runs
 import pytest
 import torch
+import toy_training as toy
 from launch import Ranks
 from torch import nn
 
@@ -34,13 +35,13 @@ def fabric_of(package: str, strategy: str) -> Any:
     return fabric
 
 
-@runs.leaving()
+@toy.leaving()
 def trained(package: str, strategy: str, path: str) -> Any:
     """Eight backwards, of which every second averages, with a save and a load in between."""
     fabric = fabric_of(package, strategy)
-    network = runs.network()
+    network = toy.network()
     model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=0.05))
-    points = runs.Points(32)
+    points = toy.Points(32)
     losses = []
     for step in range(8):
         _, inputs, targets = points[4 * step + torch.arange(2) + 2 * fabric.global_rank]
@@ -74,11 +75,11 @@ def test_the_same_losses_and_checkpoint_as_ddp(
         torch.testing.assert_close(own[1], their[1], rtol=1e-5, atol=1e-6)
 
 
-@runs.leaving()
+@toy.leaving()
 def scheduled(strategy: str, together: bool) -> Any:
     """Clips and schedules; model and optimizer are set up together or one after the other."""
     fabric = fabric_of("lightning", strategy)
-    network = runs.network()
+    network = toy.network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     if together:
@@ -88,7 +89,7 @@ def scheduled(strategy: str, together: bool) -> Any:
         optimizer = fabric.setup_optimizers(optimizer)
     losses, norms = [], []
     for step in range(4):
-        _, inputs, targets = runs.Points(16)[4 * step + torch.arange(2) + 2 * fabric.global_rank]
+        _, inputs, targets = toy.Points(16)[4 * step + torch.arange(2) + 2 * fabric.global_rank]
         loss = nn.functional.mse_loss(model(inputs), targets)
         fabric.backward(loss)
         norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=0.1)))
@@ -112,10 +113,10 @@ def test_sharded_optimizers_are_clipped_and_scheduled(two: Ranks, together: bool
         assert own[2] == their[2] == (0.025 if together else 0.1)
 
 
-@runs.leaving()
+@toy.leaving()
 def optimizer_first() -> None:
     fabric = fabric_of("lightning", "pydist_sharded")
-    fabric.setup_optimizers(torch.optim.SGD(runs.network().parameters(), lr=0.1))
+    fabric.setup_optimizers(torch.optim.SGD(toy.network().parameters(), lr=0.1))
 
 
 def test_a_sharded_optimizer_comes_after_its_model(two: Ranks) -> None:
@@ -124,7 +125,7 @@ def test_a_sharded_optimizer_comes_after_its_model(two: Ranks) -> None:
         assert "set the model up first" in outcome.message
 
 
-@runs.leaving()
+@toy.leaving()
 def reduced() -> dict[str, Any]:
     fabric = fabric_of("lightning", "pydist")
     rank = fabric.global_rank
@@ -156,7 +157,7 @@ def test_what_is_reduced_gathered_and_broadcast(two: Ranks) -> None:
         }
 
 
-@runs.leaving()
+@toy.leaving()
 def other_backend() -> None:
     module = importlib.import_module("pydist.integrations.lightning")
     strategy = module.LightningFabricStrategy(process_group_backend="gloo")

@@ -8,6 +8,7 @@ from unittest import mock
 
 import lightning_runs as runs
 import pytest
+import toy_training as toy
 from launch import Ranks, run_command
 
 pytestmark = pytest.mark.skipif(
@@ -46,7 +47,7 @@ def test_torchrun_starts_a_program(devices: str) -> None:
     ]
 
 
-@runs.leaving()
+@toy.leaving()
 def under_slurm() -> tuple[str, int, list[float]]:
     """A training in a process that has of a launcher what `srun` sets on one node."""
     rank = os.environ["RANK"]

@@ -10,6 +10,7 @@ from typing import Any
 import lightning_runs as runs
 import pytest
 import torch
+import toy_training as toy
 from launch import Ranks, run_ranks
 from torch import nn
 from torch.optim import lr_scheduler
@@ -63,7 +64,7 @@ def with_optimizers(package: str, configure: Callable[[Any], Any], **sizes: Any)
     return model
 
 
-@runs.leaving()
+@toy.leaving()
 def trained(
     package: str, strategy: str, path: str, configure: Callable[[Any], Any], settings: Any
 ) -> Any:
@@ -134,7 +135,7 @@ def test_the_same_losses_and_checkpoint_as_ddp(
         torch.testing.assert_close(kept, expected, rtol=1e-5, atol=1e-6)
 
 
-@runs.leaving()
+@toy.leaving()
 def went_on(strategy: str, ranks: int, path: str, resumes: bool) -> Any:
     """Three epochs of three steps, with a checkpoint after the fifth; or what follows it."""
     callbacks = [] if resumes else [runs.saving_at("lightning", 5, path)]
@@ -171,7 +172,7 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_strategies(
         torch.testing.assert_close(weights, whole[0][1], rtol=1e-5, atol=1e-6)
 
 
-@runs.leaving()
+@toy.leaving()
 def in_16_bits(strategy: str, path: str, resumes: bool) -> Any:
     """An epoch in which a part of the model gets no gradients, and another one in which it does."""
     epochs = 2 if resumes else 1
@@ -210,7 +211,7 @@ def test_two_optimizers_by_hand(two: Ranks, strategy: str) -> None:
         torch.testing.assert_close(own[1], their[1], rtol=1e-4, atol=1e-5)
 
 
-@runs.leaving()
+@toy.leaving()
 def twice_and_tested(strategy: str) -> Any:
     """Two trainings of one model, and its loss over all samples."""
     model = runs.regression("lightning", length=24, batch_size=3)
@@ -261,7 +262,7 @@ def test_what_cannot_be_sharded_is_refused(
         assert said in outcome.message
 
 
-@runs.leaving()
+@toy.leaving()
 def made_by_hand() -> list[str]:
     """A class that can't be made anew, sharded by the program."""
 
@@ -285,14 +286,14 @@ ELEMENT_WISE = [
 ]
 
 
-@runs.leaving()
+@toy.leaving()
 def every_class() -> list[str]:
     """Shards one of each."""
     module = importlib.import_module("pydist.integrations.lightning.sharded")
     pydist.init()
     made = []
     for name in ELEMENT_WISE:
-        network = runs.network()
+        network = toy.network()
         wrapper = pydist.DataParallel(network)
         (optimizer,) = module.shard([getattr(torch.optim, name)(wrapper.parameters())], [])
         wrapper(torch.ones(2, 6)).sum().backward()

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import pydist
 from pydist.integrations.torch_shuffle import TorchShuffle
+from pydist.sampling.loader import prepared_with
 from pydist.sampling.order import sample_count
 
 
@@ -149,7 +150,4 @@ def resumable(
     name = "global_batch_size" if split_batches else "batch_size"
     size: dict[str, Any] = {name: batched.batch_size}
     batches = pydist.BatchSampler(sampler, drop_last=batched.drop_last, **size)
-    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
-    names += ["multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"]
-    settings = {name: getattr(loader, name) for name in names}
-    return pydist.prepare(DataLoader(loader.dataset, batch_sampler=batches, **settings))
+    return prepared_with(loader, batches)

@@ -8,6 +8,7 @@ import torch.utils.data as torch_data
 
 import pydist
 from pydist.integrations.torch_shuffle import TorchShuffle
+from pydist.sampling.loader import prepared_with
 from pydist.sampling.order import sample_count
 
 
@@ -38,7 +39,4 @@ def shared(loader: Any, *, pads: bool) -> Any:
         order=order,
     )
     batches = pydist.BatchSampler(own, batched.batch_size, drop_last=batched.drop_last)
-    names = ["num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"]
-    names += ["multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"]
-    settings = {name: getattr(loader, name) for name in names}
-    return pydist.prepare(torch_data.DataLoader(loader.dataset, batch_sampler=batches, **settings))
+    return prepared_with(loader, batches)

@@ -5,7 +5,6 @@ Checkpoints hold the whole state in the form of torch's optimizers, as those of 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.optim.lr_scheduler import ConstantLR
 import pydist
 from pydist.errors import InvalidUsage
 from pydist.integrations.lightning.strategies import FabricMethods, TrainerMethods
-from pydist.sharding.parameter_groups import model_of
+from pydist.sharding.made_anew import sharded_like
 from pydist.sharding.state.ranges import (
     MASTER,
     ParameterState,
@@ -66,38 +65,7 @@ def _sharded(optimizer: Any, settings: dict[str, Any]) -> Any:
         )
     if not optimizer.param_groups:
         return optimizer
-    # Behind the parameters, which come first.
-    taken = list(inspect.signature(kind).parameters.values())[1:]
-    various = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [each.name for each in taken if each.kind not in various]
-    forgotten = [name for name in names if name not in optimizer.defaults]
-    if forgotten:
-        raise InvalidUsage(
-            f"a sharded strategy can't make a {kind.__name__} anew, which doesn't tell in its "
-            f"`defaults` what it was given as {', '.join(forgotten)}: return "
-            f"pydist.ShardedOptimizer(parameters, {kind.__name__}, ...) instead, made once the "
-            "model is set up, or choose strategy='pydist'."
-        )
-    groups = [_with_names(group) for group in optimizer.param_groups]
-    if model_of(None, groups) is None:
-        raise InvalidUsage(
-            f"the {kind.__name__} has parameters of no model that is set up, so nobody averages "
-            "their gradients: set the model up first, fabric.setup(model, optimizer) does both; in "
-            "a LightningModule, register what is trained as a part of it."
-        )
-    defaults = {name: optimizer.defaults[name] for name in names}
-    made = pydist.ShardedOptimizer(groups, kind, **settings, **defaults)
-    if optimizer.state:
-        made.load_state_dict(optimizer.state_dict())
-    return made
-
-
-def _with_names(group: dict[str, Any]) -> dict[str, Any]:
-    group = dict(group)
-    names = group.pop("param_names", None)
-    if names is not None:
-        group["params"] = list(zip(names, group["params"], strict=True))
-    return group
+    return sharded_like(optimizer, "a sharded strategy", "choose strategy='pydist'", **settings)
 
 
 def _follow(scheduler: Any, instead: dict[int, Any]) -> None:
@@ -168,23 +136,34 @@ def _whole(name: str, parts: list[ParameterState]) -> ParameterState:
     return ParameterState(state.shape, state.dims, ranges)
 
 
-class ShardedTrainerMethods(TrainerMethods):
-    """Of a strategy for `Trainer`.
+class _Sharded:
+    """What strategies for `Trainer` and for `Fabric` have in common.
 
     Args:
-        *args: Of Lightning's `DDPStrategy`.
+        *args: Of Lightning's strategy.
         stage: 1 or 2, as for `pydist.ShardedOptimizer`; default: 1.
         master_weights: As there; default: "auto".
-        **kwargs: Of `DDPStrategy`, and of `pydist.DataParallel`.
+        **kwargs: Of Lightning's strategy, and of `pydist.DataParallel`.
     """
-
-    optimizers: list[Any]
 
     def __init__(
         self, *args: Any, stage: Any = 1, master_weights: Any = "auto", **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
         self._settings = {"stage": stage, "master_weights": master_weights}
+
+
+def _own_state(optimizer: Any) -> Any:
+    """The whole state of a sharded optimizer; None of another one, which Lightning asks itself."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    is_sharded = isinstance(optimizer, pydist.ShardedOptimizer)
+    return whole_state(optimizer) if is_sharded else None
+
+
+class ShardedTrainerMethods(_Sharded, TrainerMethods):
+    """Of a strategy for `Trainer`; see `_Sharded` for arguments."""
+
+    optimizers: list[Any]
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -192,20 +171,12 @@ class ShardedTrainerMethods(TrainerMethods):
         self.optimizers = shard(self.optimizers, schedulers, **self._settings)
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        if isinstance(optimizer, pydist.ShardedOptimizer):
-            return whole_state(optimizer)
-        return super().optimizer_state(optimizer)
+        own = _own_state(optimizer)
+        return super().optimizer_state(optimizer) if own is None else own
 
 
-class ShardedFabricMethods(FabricMethods):
-    """Of a strategy for `Fabric`; arguments as of `ShardedTrainerMethods`."""
-
-    def __init__(
-        self, *args: Any, stage: Any = 1, master_weights: Any = "auto", **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self._settings = {"stage": stage, "master_weights": master_weights}
+class ShardedFabricMethods(_Sharded, FabricMethods):
+    """Of a strategy for `Fabric`; see `_Sharded` for arguments."""
 
     def setup_module_and_optimizers(
         self, module: Any, optimizers: list[Any], scheduler: Any = None
@@ -218,7 +189,5 @@ class ShardedFabricMethods(FabricMethods):
         return shard([optimizer], [], **self._settings)[0]
 
     def get_optimizer_state(self, optimizer: Any) -> Any:
-        optimizer = getattr(optimizer, "optimizer", optimizer)
-        if isinstance(optimizer, pydist.ShardedOptimizer):
-            return whole_state(optimizer)
-        return super().get_optimizer_state(optimizer)
+        own = _own_state(optimizer)
+        return super().get_optimizer_state(optimizer) if own is None else own

@@ -255,3 +255,66 @@ def two_in_turn() -> list[tuple[float | None, int]]:
 
 def test_a_second_model_has_a_configuration_of_its_own() -> None:
     assert run_ranks(two_in_turn, 2) == [[(0.1, 2), (None, 1)]] * 2
+
+
+class Scaled(torch.optim.SGD):
+    """Doesn't tell in its defaults what it was given."""
+
+    def __init__(self, params: Any, lr: float, scale: float) -> None:
+        super().__init__(params, lr=lr)
+        self.scale = scale
+
+
+def with_options_of_its_own(stage: int) -> str:
+    try:
+        _, optimizer, *_ = pydist.initialize(
+            network(),
+            lambda parameters: Scaled(parameters, 0.1, 2.0),
+            config={"optimizer": {"stage": stage}},
+        )
+    except pydist.InvalidUsage as error:
+        return str(error)
+    return str(optimizer.scale)  # type: ignore[attr-defined]
+
+
+def test_an_optimizer_that_can_not_be_made_anew_is_not_sharded() -> None:
+    assert run_ranks(with_options_of_its_own, 2, 0) == ["2.0"] * 2
+    for told in run_ranks(with_options_of_its_own, 2, 1):
+        assert "what it was given as scale" in told
+        assert "set optimizer.stage to 0" in told
+
+
+def with_a_state(stage: int) -> list[Tensor]:
+    model = network()
+    optimizer = adamw(model.parameters())
+    x, y = data()[:8]
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    config: Any = {"optimizer": {"stage": stage}}
+    engine, *_ = pydist.initialize(model, optimizer, config=config)
+    engine.backward(nn.functional.mse_loss(engine(x), y))
+    engine.step()
+    return [p.detach().clone() for p in engine.parameters()]
+
+
+def test_the_state_that_an_optimizer_has_goes_on() -> None:
+    whole, sharded = (run_ranks(with_a_state, 2, stage)[0] for stage in (0, 1))
+    assert all(map(torch.equal, whole, sharded))
+
+
+def one_bias_apart() -> list[float]:
+    engine, *_ = pydist.initialize(
+        nn.Linear(2, 1), lambda parameters: torch.optim.SGD(list(parameters)[:1], lr=0.0)
+    )
+    norms = []
+    for _ in range(2):
+        engine.backward(engine(torch.ones(3, 2)).sum())
+        assert engine.bias.grad is not None
+        norms.append(engine.bias.grad.item())
+        engine.step()
+    return norms
+
+
+def test_gradients_of_other_parameters_do_not_pile_up() -> None:
+    assert run_ranks(one_bias_apart, 2) == [[3.0, 3.0]] * 2

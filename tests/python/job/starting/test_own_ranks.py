@@ -245,8 +245,48 @@ def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
     wait_for_ends(pids)
 
 
+LINGERING = """
+import pydist
+import pydist.job.own_ranks as own_ranks
+
+PATIENCE
+pydist.init(processes=2)
+pydist.barrier()
+if pydist.rank() == 1:
+    import time
+    pydist.shutdown()
+    print("late", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ctrl_c_while_the_others_are_waited_for() -> None:
+    program = LINGERING.replace("PATIENCE", "")
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "late\n"
+        others = psutil.Process(first.pid).children()
+        # Rank 0 waits in its last function by now, or will hear of it on the way there.
+        first.send_signal(signal.SIGINT)
+        assert first.wait(60 * PATIENCE) != 0
+    assert len(others) == 1
+    wait_for_ends([other.pid for other in others])
+
+
+def test_the_others_do_not_outlive_rank_0_by_much() -> None:
+    program = LINGERING.replace("PATIENCE", "own_ranks._PATIENCE_S = 1.0")
+    done = run_command([sys.executable, "-c", program])
+    assert done.returncode == 1
+    assert "rank 0 has ended, 1 s ago; ranks [1]" in done.stderr
+
+
 def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
     program = FAILING.replace("RANK", "1").replace("END", "time.sleep(1); os._exit(4)")
     done = run_command([sys.executable, "-c", program.replace("AFTER", "pydist.shutdown()")])
-    assert done.returncode == 1
+    assert done.returncode == 4
     assert "exited with status 4" in done.stderr

@@ -1,0 +1,48 @@
+"""What the trainings of all frameworks are made of."""
+
+import contextlib
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import pydist
+
+
+class Points(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Points with their number, so that a training can say which ones it got."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._inputs = torch.randn(length, 6, generator=generator)
+        self._targets = torch.randn(length, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.tensor(index), self._inputs[index], self._targets[index]
+
+
+def network() -> nn.Module:
+    """The same on every rank and in every process."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+@contextlib.contextmanager
+def leaving() -> Iterator[None]:
+    """Leaves the job at the end, so that the next call on these ranks begins anew.
+
+    Decorates a function, whose models are gone by then: torch's wrapper needs its group to go.
+    """
+    try:
+        yield
+    finally:
+        gc.collect()
+        pydist.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
