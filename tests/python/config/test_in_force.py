@@ -93,7 +93,7 @@ def given_to_init(file: str) -> list[Any]:
 
 def test_what_init_is_given_lasts_until_shutdown(file: str) -> None:
     env = {"PYDIST_CHUNK_BYTES": "131072", "PYDIST_TIMEOUT": "99"}
-    for seen in run_ranks(given_to_init, 2, file, env=env, method="spawn"):
+    for seen in run_ranks(given_to_init, 2, file, env=env):
         assert seen == [
             # What the program says goes before the variable, what its file says does not.
             ("262144", "argument"),
@@ -151,7 +151,7 @@ def saves_and_asks(folder: str) -> list[Any]:
 
 
 def test_a_checkpoint_knows_how_its_training_was_set_up(tmp_path: Path) -> None:
-    for found in run_ranks(saves_and_asks, 2, str(tmp_path / "c"), method="spawn"):
+    for found in run_ranks(saves_and_asks, 2, str(tmp_path / "c")):
         assert found == [{"reduction": "sum", "compress": "fp16"}, None, "sum", "fp16"]
 
 

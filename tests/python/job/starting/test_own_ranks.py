@@ -226,7 +226,9 @@ def wait_for_ends(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", everyday(signal.SIGKILL, signal.SIGINT, thorough=(signal.SIGTERM,))
+)
 def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
     program = (
         FAILING.replace("RANK", "-1").replace("END", "pass").replace("AFTER", "time.sleep(600)")
