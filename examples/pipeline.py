@@ -8,6 +8,10 @@ All print the same losses: a batch is shared out among the replicas, cut into mi
 replicas of a stage average their gradients once a step.
 """
 
+import argparse
+import json
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -79,11 +83,16 @@ def train_in_stages() -> list[float]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="file for the losses, as JSON")
+    arguments = parser.parse_args()
     pydist.init()
     losses = train_alone() if pydist.world_size() == 1 else train_in_stages()
     if losses and pydist.rank() == min(STAGES, pydist.world_size()) - 1:  # the first that has them
         for step in (0, STEPS // 2, STEPS - 1):
             print(f"step {step:2d}  loss {losses[step]:.10f}")
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps({"losses": losses}))
 
 
 if __name__ == "__main__":
