@@ -6,11 +6,13 @@ from pydist.integrations.transformers import Trainer
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 from unittest import mock
 
 import transformers
 import transformers.trainer
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
 from transformers.trainer_callback import ExportableState, TrainerCallback
@@ -18,6 +20,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 import pydist
 from pydist.errors import InvalidUsage
 from pydist.integrations.accelerate import Accelerator
+from pydist.integrations.sharded_optimizers import shard, whole_state
 
 # What a label is where there is nothing to learn, for torch and Transformers.
 _IGNORED = -100
@@ -53,6 +56,20 @@ class GlobalBatch(TrainerCallback, ExportableState):  # named in trainer_state.j
             )
 
 
+class _ShardingAccelerator(Accelerator):
+    """Shards an optimizer where Transformers has it prepared: by then the model is wrapped."""
+
+    def __init__(self, *args: Any, shard: Callable[[Any], Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shard = shard
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        # One that comes again, in another training of the same Trainer, is sharded already.
+        if not isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = self._shard(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement)
+
+
 class Trainer(transformers.Trainer):
     """Transformers' `Trainer`, on the Accelerator of `pydist.integrations.accelerate`.
 
@@ -61,29 +78,76 @@ class Trainer(transformers.Trainer):
     tokens of a step; where it doesn't, since the model takes no `num_items_in_batch`, each
     micro-batch counts by its labels, or by its samples if it has none.
 
-    A checkpoint goes on with any number of processes on which a step has as many samples.
+    A checkpoint goes on with any number of processes on which a step has as many samples, with a
+    sharded optimizer or without, however it was saved.
 
     Args:
         *args: Transformers' own.
+        sharded: 1 or 2 makes a `pydist.ShardedOptimizer` of that stage of the optimizer, which
+            `args.optim` or `optimizers` gives; 0, the default, leaves the optimizer as it is.
         **kwargs: Transformers' own.
 
     Raises:
-        InvalidUsage: What the Accelerator refuses. From `train`: the checkpoint is of a training
-            with another number of samples in a step.
+        InvalidUsage: What the Accelerator refuses; or `sharded` is another number, or is given with
+            an argument that it can't go with. From `train`: the optimizer can't be sharded, or the
+            checkpoint is of a training with another number of samples in a step.
     """
 
     loss_is_scaled_for_ga: bool | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sharded: Literal[0, 1, 2] = 0, **kwargs: Any) -> None:
+        if isinstance(sharded, bool) or sharded not in (0, 1, 2):
+            raise InvalidUsage(
+                f"Trainer(sharded={sharded!r}) is not possible: it must be 1, which shards the "
+                "optimizer's state, 2, which shards gradients, too, or 0."
+            )
+        self._stage = sharded
         super().__init__(*args, **kwargs)
+        if sharded:
+            self._refuse_beside_sharding()
         self.add_callback(GlobalBatch())
+
+    def _refuse_beside_sharding(self) -> None:
+        for name, reason in (
+            ("auto_find_batch_size", "wraps the model anew, and the optimizer can't go with it"),
+            ("save_on_each_node", "saves in several processes, and one has the whole state"),
+        ):
+            if getattr(self.args, name):
+                raise InvalidUsage(
+                    f"Trainer(sharded={self._stage}) can't go with {name}=True, which {reason}: "
+                    "leave one of the two out."
+                )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' own, with pydist's Accelerator."""
+        kind: Any = Accelerator
+        if self._stage:
+            kind = functools.partial(_ShardingAccelerator, shard=self._sharded)
         # The losses are scaled here, or weighted in `training_step`.
-        ours = functools.partial(Accelerator, weights_uneven_batches=False)
+        ours = functools.partial(kind, weights_uneven_batches=False)
         with mock.patch.object(transformers.trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()
+
+    def _sharded(self, optimizer: Any) -> Any:
+        schedulers = [] if self.lr_scheduler is None else [self.lr_scheduler]
+        caller = f"Trainer(sharded={self._stage})"
+        made = shard(
+            [optimizer],
+            schedulers,
+            caller=caller,
+            otherwise="leave out sharded=",
+            stage=self._stage,
+        )
+        return made[0]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Transformers' own, with the whole state of a sharded optimizer."""
+        whole = whole_state(self.optimizer)
+        if whole is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        with mock.patch.object(self.optimizer, "state_dict", return_value=whole):
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def training_step(
         self,

@@ -1,6 +1,5 @@
 """Lightning's Trainer with sharded optimizers, beside its own DDP on gloo."""
 
-import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import pydist
+from pydist.integrations.sharded_optimizers import shard
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -289,13 +289,13 @@ ELEMENT_WISE = [
 @toy.leaving()
 def every_class() -> list[str]:
     """Shards one of each."""
-    module = importlib.import_module("pydist.integrations.lightning.sharded")
     pydist.init()
     made = []
     for name in ELEMENT_WISE:
         network = toy.network()
         wrapper = pydist.DataParallel(network)
-        (optimizer,) = module.shard([getattr(torch.optim, name)(wrapper.parameters())], [])
+        given = getattr(torch.optim, name)(wrapper.parameters())
+        (optimizer,) = shard([given], [], caller="a test", otherwise="leave it")
         wrapper(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         made.append(optimizer.optimizer_class.__name__)

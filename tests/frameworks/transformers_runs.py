@@ -65,10 +65,22 @@ class Records(TrainerCallback):  # type: ignore[misc]
 
 
 def trainer_of(whose: str, model: nn.Module, folder: str, records: Records, **settings: Any) -> Any:
-    """`ours`, `stock`, or `stock on pydist`, which joins a group of pydist's."""
+    """A quiet Trainer on the CPU.
+
+    Args:
+        whose: `ours`, `stage 1` or `stage 2`, `stock`, or `stock on pydist`, which joins a group of
+            pydist's.
+        model: To train.
+        folder: For what is saved.
+        records: Takes down the losses.
+        **settings: Of the Trainer, where it has such arguments, and of TrainingArguments.
+    """
     warnings.simplefilter("ignore")
     if whose == "stock on pydist":
         pydist.init()
+    given = {name: settings.pop(name) for name in ("optimizers", "sharded") if name in settings}
+    if whose.startswith("stage"):
+        given["sharded"] = int(whose[-1])
     settings = {
         "num_train_epochs": 2,
         "learning_rate": 0.01,
@@ -82,11 +94,18 @@ def trainer_of(whose: str, model: nn.Module, folder: str, records: Records, **se
         **settings,
     }
     arguments = TrainingArguments(folder, **settings)
-    if whose == "ours":
-        from pydist.integrations.transformers import Trainer
-    else:
+    if whose.startswith("stock"):
         from transformers import Trainer
-    return Trainer(model, arguments, train_dataset=Lines(32), callbacks=[records])
+    else:
+        from pydist.integrations.transformers import Trainer
+    return Trainer(
+        model,
+        arguments,
+        train_dataset=Lines(32),
+        eval_dataset=Lines(8),
+        callbacks=[records],
+        **given,
+    )
 
 
 @leaving()

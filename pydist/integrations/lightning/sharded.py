@@ -8,132 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ConstantLR
-
-import pydist
-from pydist.errors import InvalidUsage
 from pydist.integrations.lightning.strategies import FabricMethods, TrainerMethods
-from pydist.sharding.made_anew import sharded_like
-from pydist.sharding.state.ranges import (
-    MASTER,
-    ParameterState,
-    ShardedState,
-    StateRange,
-    cut_out,
-)
-from pydist.sharding.state.torch_state_dict import to_unsharded
-
-
-def shard(optimizers: Iterable[Any], schedulers: Iterable[Any], **settings: Any) -> list[Any]:
-    """Sharded optimizers in place of torch's, whose schedulers go on with the new ones.
-
-    All ranks call it, once the model is wrapped.
-
-    Args:
-        optimizers: Of torch's; what is sharded already, or has no parameters, stays as it is.
-        schedulers: Of theirs.
-        **settings: Of `pydist.ShardedOptimizer`.
-
-    Raises:
-        InvalidUsage: An optimizer can't be made anew, can't be sharded, or has parameters that are
-            not of the wrapped model.
-    """
-    optimizers = list(optimizers)
-    made = [_sharded(optimizer, settings) for optimizer in optimizers]
-    instead = {id(old): new for old, new in zip(optimizers, made, strict=True)}
-    for scheduler in schedulers:
-        _follow(scheduler, instead)
-    for old, new in zip(optimizers, made, strict=True):
-        if new is not old and any("initial_lr" in group for group in new.param_groups):
-            # A schedule that changes nothing. torch lets the first scheduler of an optimizer count
-            # its steps, and the others warn where nobody does.
-            ConstantLR(new, factor=1.0)
-    return made
-
-
-def _sharded(optimizer: Any, settings: dict[str, Any]) -> Any:
-    if isinstance(optimizer, pydist.ShardedOptimizer):
-        return optimizer
-    kind = type(optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidUsage(
-            f"a sharded strategy got a {kind.__name__}, which is no torch.optim.Optimizer: return "
-            "one of torch's classes, or choose strategy='pydist'."
-        )
-    if not optimizer.param_groups:
-        return optimizer
-    return sharded_like(optimizer, "a sharded strategy", "choose strategy='pydist'", **settings)
-
-
-def _follow(scheduler: Any, instead: dict[int, Any]) -> None:
-    """Gives a scheduler, and those that it is made of, the optimizer that is there instead."""
-    for name, value in list(vars(scheduler).items()):
-        if id(value) in instead:
-            setattr(scheduler, name, instead[id(value)])
-            continue
-        for part in value if isinstance(value, (list, tuple)) else [value]:
-            if id(getattr(part, "optimizer", None)) in instead:
-                _follow(part, instead)
-
-
-def whole_state(optimizer: pydist.ShardedOptimizer) -> dict[str, Any]:
-    """What torch's class would have for whole parameters. All ranks call it.
-
-    One parameter after the other, so that at no time more than one of them is on its way.
-
-    Returns:
-        On rank 0 the state, on the CPU; elsewhere an empty dictionary.
-
-    Raises:
-        InvalidUsage: Ranks have parameters of their own.
-    """
-    if dist.get_world_size() == 1:
-        return optimizer.state_dict()
-    local = optimizer.sharded_state()
-    own = [name for name, part in local.parameters.items() if part.is_own]
-    if own:
-        raise InvalidUsage(
-            f"parameter {own[0]} is each rank's own, which one state for all ranks can't hold: "
-            "save with pydist.save, or choose strategy='pydist'."
-        )
-    parameters: dict[str, ParameterState] = {}
-    is_writer = dist.get_rank() == 0
-    for name, part in local.parameters.items():
-        parts: list[Any] | None = [None] * dist.get_world_size() if is_writer else None
-        dist.gather_object(_copied(part), parts)
-        if parts is not None:
-            parameters[name] = _whole(name, parts)
-    return to_unsharded(ShardedState(parameters, local.groups)) if is_writer else {}
-
-
-def _copied(part: ParameterState) -> ParameterState:
-    # Copies, because a pickled view takes all of the memory along that it is a view of.
-    ranges = [
-        StateRange(
-            piece.begin,
-            piece.end,
-            {
-                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in piece.values.items()
-            },
-        )
-        for piece in part.ranges
-    ]
-    return ParameterState(part.shape, part.dims, ranges, part.is_part)
-
-
-def _whole(name: str, parts: list[ParameterState]) -> ParameterState:
-    merged = ShardedState.merged(ShardedState({name: part}, []) for part in parts)
-    state = merged.parameters[name]
-    values = cut_out(name, state, state.dims, 0, state.count) or {}
-    if set(values) == {MASTER}:
-        # torch's classes take any state for that of a parameter that was updated before.
-        values = {}
-    ranges = [StateRange(0, state.count, values)]
-    return ParameterState(state.shape, state.dims, ranges)
+from pydist.integrations.sharded_optimizers import shard, whole_state
 
 
 class _Sharded:
@@ -152,12 +28,14 @@ class _Sharded:
         super().__init__(*args, **kwargs)
         self._settings = {"stage": stage, "master_weights": master_weights}
 
-
-def _own_state(optimizer: Any) -> Any:
-    """The whole state of a sharded optimizer; None of another one, which Lightning asks itself."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    is_sharded = isinstance(optimizer, pydist.ShardedOptimizer)
-    return whole_state(optimizer) if is_sharded else None
+    def _shard(self, optimizers: Iterable[Any], schedulers: Iterable[Any]) -> list[Any]:
+        return shard(
+            optimizers,
+            schedulers,
+            caller="a sharded strategy",
+            otherwise="choose strategy='pydist'",
+            **self._settings,
+        )
 
 
 class ShardedTrainerMethods(_Sharded, TrainerMethods):
@@ -168,11 +46,11 @@ class ShardedTrainerMethods(_Sharded, TrainerMethods):
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self.optimizers = shard(self.optimizers, schedulers, **self._settings)
+        self.optimizers = self._shard(self.optimizers, schedulers)
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        own = _own_state(optimizer)
-        return super().optimizer_state(optimizer) if own is None else own
+        whole = whole_state(optimizer)
+        return super().optimizer_state(optimizer) if whole is None else whole
 
 
 class ShardedFabricMethods(_Sharded, FabricMethods):
@@ -182,12 +60,12 @@ class ShardedFabricMethods(_Sharded, FabricMethods):
         self, module: Any, optimizers: list[Any], scheduler: Any = None
     ) -> tuple[Any, list[Any], Any]:
         module = self.setup_module(module)
-        made = shard(optimizers, [] if scheduler is None else [scheduler], **self._settings)
+        made = self._shard(optimizers, [] if scheduler is None else [scheduler])
         return module, made, scheduler
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        return shard([optimizer], [], **self._settings)[0]
+        return self._shard([optimizer], [])[0]
 
     def get_optimizer_state(self, optimizer: Any) -> Any:
-        own = _own_state(optimizer)
-        return super().get_optimizer_state(optimizer) if own is None else own
+        whole = whole_state(optimizer)
+        return super().get_optimizer_state(optimizer) if whole is None else whole
