@@ -1,6 +1,7 @@
 """A training step through a framework: on pydist beside the framework's own DDP on gloo.
 
     python bench/frameworks/step.py --framework lightning [--models gpt deep] [--seconds 30]
+    python bench/frameworks/step.py --framework accelerate
 
 Each model trains in two jobs, with all of the framework around it: loops, hooks, the optimizer's
 step. The jobs take turns of some steps, so that they meet the same noise; which goes first changes
@@ -31,6 +32,8 @@ _LEAST_ROUNDS = 15
 _WARM_UP_STEPS = 5
 # Of a turn: long beside the exchange of a word with the process that measures.
 _TURN_S = 0.2
+# Where a framework counts them.
+_EPOCH_STEPS = 100_000
 
 
 class _OneBatch(IterableDataset[tuple[Tensor, ...]]):
@@ -87,8 +90,39 @@ def train_by_lightning(turns: Turns, model: str, is_ours: bool) -> None:
     trainer.fit(Module(), DataLoader(_OneBatch(batch), batch_size=None))
 
 
+def train_by_accelerate(turns: Turns, model: str, is_ours: bool) -> None:
+    """Trains by the loop that scripts for Accelerate have, until the turns are over."""
+    if is_ours:
+        from pydist.integrations.accelerate import Accelerator
+    else:
+        from accelerate import Accelerator
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    network, batch = MODELS[model].make()
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
+    # Accelerate shares out numbers, and each stands for the same batch.
+    numbers: Any = range(_EPOCH_STEPS)
+    loader = DataLoader(numbers, batch_size=1, collate_fn=lambda _: batch)
+    accelerator = Accelerator(cpu=True)
+    wrapper, stepped, shared = accelerator.prepare(network, optimizer, loader)
+    goes_on = turns.begin()
+    while goes_on:
+        for inputs in shared:
+            accelerator.backward(wrapper(*inputs).square().mean())
+            stepped.step()
+            stepped.zero_grad()
+            goes_on = turns.after_step()
+            if not goes_on:
+                break
+    accelerator.end_training()
+
+
 # What trains by a framework: gets its turns, the name of a model, and whether it is on pydist.
-FRAMEWORKS: dict[str, Callable[[Turns, str, bool], None]] = {"lightning": train_by_lightning}
+FRAMEWORKS: dict[str, Callable[[Turns, str, bool], None]] = {
+    "lightning": train_by_lightning,
+    "accelerate": train_by_accelerate,
+}
 
 
 def measure(framework: str, model: str, ranks: int, seconds: float) -> dict[bool, list[float]]:
