@@ -69,6 +69,38 @@ def test_the_same_losses_and_checkpoint_as_ddp(
 
 
 @toy.leaving()
+def decided_and_gathered(strategy: str) -> Any:
+    """What ranks decide together, and a gradient through what the model gathers of all."""
+    trainer = runs.trainer_of("lightning", strategy, 2, max_epochs=1)
+    decisions = []
+
+    class Gathers(type(runs.regression("lightning", 12, 3))):  # type: ignore[misc]
+        def training_step(self, batch: Any, step: int) -> Tensor:
+            mine = self.global_rank == 1
+            for decision in (False, mine, True):
+                for every in (True, False):
+                    decisions.append(trainer.strategy.reduce_boolean_decision(decision, every))
+            everywhere = self.all_gather(self.network(batch[1]).mean(), sync_grads=True)
+            loss = (everywhere * torch.tensor([2.0, 3.0])).sum()
+            self.losses.append(loss.item())
+            return loss
+
+    model = Gathers()
+    trainer.fit(model)
+    return decisions, model.losses, runs.plain(model.state_dict())
+
+
+def test_ranks_decide_and_gather_as_on_ddp(two: Ranks) -> None:
+    ours, theirs = (
+        two.run(decided_and_gathered, strategy, timeout=LIMIT_S) for strategy in ("pydist", "ddp")
+    )
+    for own, their in zip(ours, theirs, strict=True):
+        assert own[0] == their[0] == [False, False, False, True, True, True] * 2
+        assert own[1] == pytest.approx(their[1], rel=1e-6)
+        torch.testing.assert_close(own[2], their[2], rtol=1e-5, atol=1e-6)
+
+
+@toy.leaving()
 def validated(length: int) -> tuple[float, float, list[int]]:
     """The mean over ranks, that of one process over all samples, and this rank's samples."""
     trainer = runs.trainer_of("lightning", "pydist", 2)

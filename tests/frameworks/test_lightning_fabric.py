@@ -10,8 +10,9 @@ import lightning_runs as runs
 import pytest
 import torch
 import toy_training as toy
-from launch import Ranks
+from launch import Ranks, run_ranks
 from torch import nn
+from torch.utils.data import DataLoader
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -27,10 +28,10 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def fabric_of(package: str, strategy: str) -> Any:
+def fabric_of(package: str, strategy: str, devices: int = 2) -> Any:
     importlib.import_module("pydist.integrations.lightning")
     tree = importlib.import_module("lightning.fabric" if package == "lightning" else package)
-    fabric = tree.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric = tree.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
     fabric.launch()
     return fabric
 
@@ -73,6 +74,69 @@ def test_the_same_losses_and_checkpoint_as_ddp(
     for own, their in zip(ours, theirs, strict=True):
         assert own[0] == pytest.approx(their[0], rel=1e-6)
         torch.testing.assert_close(own[1], their[1], rtol=1e-5, atol=1e-6)
+
+
+@toy.leaving()
+def went_on(strategy: str, ranks: int, path: str, resumes: bool) -> Any:
+    """Three epochs of three steps, with a checkpoint after the fifth; or what follows it."""
+    fabric = fabric_of("lightning", strategy, ranks)
+    network = toy.network()
+    model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=0.05))
+    loader = fabric.setup_dataloaders(DataLoader(toy.Points(36), 12 // ranks, shuffle=True))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    if strategy != "ddp":
+        state["loader"] = loader
+    if resumes:
+        fabric.load(path, state)
+    losses, seen = [], []
+    while state["step"] < 9:
+        for numbers, inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(fabric.all_reduce(loss.detach(), reduce_op="mean")))
+            seen.append(numbers.tolist())
+            state["step"] += 1
+            if state["step"] == 5:
+                fabric.save(path, state)
+    return losses, seen
+
+
+def samples_of_steps(outcomes: list[Any]) -> list[list[int]]:
+    """For each step, those of all ranks."""
+    columns = zip(*(seen for _, seen in outcomes), strict=True)
+    return [sorted(number for part in column for number in part) for column in columns]
+
+
+def test_a_loader_has_the_samples_of_ddp(two: Ranks, tmp_path: Path) -> None:
+    ours, theirs = (
+        two.run(went_on, strategy, 2, str(tmp_path / strategy), False, timeout=LIMIT_S)
+        for strategy in ("pydist", "ddp")
+    )
+    for own, their in zip(ours, theirs, strict=True):
+        assert own[1] == their[1]
+        assert own[0] == pytest.approx(their[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("pydist", 1), ("pydist", 3), ("pydist_sharded_stage_2", 3)]
+)
+def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_ranks(
+    two: Ranks, tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    path = str(tmp_path / "amid.ckpt")
+    whole = two.run(went_on, strategy, 2, path, False, timeout=LIMIT_S)
+    steps = samples_of_steps(whole)
+    for epoch in range(3):
+        seen = sorted(number for step in steps[3 * epoch : 3 * epoch + 3] for number in step)
+        assert seen == list(range(36))
+    assert steps[:3] != steps[3:6]
+    rest = run_ranks(
+        went_on, ranks, strategy, ranks, path, True, env=runs.TORCHRUN, timeout=LIMIT_S
+    )
+    assert samples_of_steps(rest) == steps[5:]
+    assert rest[0][0] == pytest.approx(whole[0][0][5:], rel=1e-5)
 
 
 @toy.leaving()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.errors import InvalidUsage
-from pydist.integrations.lightning.loaders import shared
+from pydist.integrations.lightning.loaders import SamplerOfFabric, shared
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
 from pydist.parallel.wrapper import watch_outputs
 
@@ -147,6 +147,9 @@ class FabricMethods(_JoinsPydist):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         return _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        return shared(dataloader, pads=True, kind=SamplerOfFabric)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return reduce(tensor, group, reduce_op)
