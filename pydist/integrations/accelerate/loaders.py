@@ -10,9 +10,7 @@ from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import DataLoader
 
 import pydist
-from pydist.integrations.torch_shuffle import TorchShuffle
-from pydist.sampling.loader import prepared_with
-from pydist.sampling.order import sample_count
+from pydist.integrations.torch_order import share_in_torchs_order
 
 
 class ResumableLoader(DataLoaderShard):
@@ -137,17 +135,10 @@ def resumable(
     """
     if isinstance(loader, pydist.PreparedLoader):
         return loader
-    batched = loader.batch_sampler
-    own = isinstance(batched, pydist.BatchSampler)
+    own = isinstance(loader.batch_sampler, pydist.BatchSampler)
     if own or isinstance(loader.sampler, pydist.DistributedSampler):
         return pydist.prepare(loader)
     pad: Any = "repeat" if pads else "none"
     if seed is None or not isinstance(loader.sampler, torch_data.RandomSampler):
         return pydist.prepare(loader, pad=pad, split_batches=split_batches)
-    assert isinstance(batched, torch_data.BatchSampler)
-    order = TorchShuffle(sample_count(loader.dataset))
-    sampler = pydist.DistributedSampler(loader.dataset, seed=seed, pad=pad, order=order)
-    name = "global_batch_size" if split_batches else "batch_size"
-    size: dict[str, Any] = {name: batched.batch_size}
-    batches = pydist.BatchSampler(sampler, drop_last=batched.drop_last, **size)
-    return prepared_with(loader, batches)
+    return share_in_torchs_order(loader, seed=seed, pad=pad, split_batches=split_batches)

@@ -7,9 +7,7 @@ from typing import Any
 import torch.utils.data as torch_data
 
 import pydist
-from pydist.integrations.torch_shuffle import TorchShuffle
-from pydist.sampling.loader import prepared_with
-from pydist.sampling.order import sample_count
+from pydist.integrations.torch_order import share_in_torchs_order
 
 
 class SamplerOfFabric(pydist.DistributedSampler):
@@ -25,16 +23,14 @@ class SamplerOfFabric(pydist.DistributedSampler):
         super().set_epoch(epoch + self._ahead)
 
 
-def shared(
-    loader: Any, *, pads: bool, kind: type[pydist.DistributedSampler] = pydist.DistributedSampler
-) -> Any:
+def shared(loader: Any, *, pads: bool, sampler_class: Any = pydist.DistributedSampler) -> Any:
     """A loader that can be resumed in mid-epoch, in place of one that Lightning shares out.
 
     Args:
         loader: As Lightning has made it, with a sampler of torch's where it shares out samples.
         pads: Whether all ranks get equally many samples. In training they do; elsewhere a sample
             that comes twice would count twice.
-        kind: Of the sampler.
+        sampler_class: Of the sampler: `pydist.DistributedSampler`, or a class of it.
     """
     sampler = getattr(loader, "sampler", None)
     batched = getattr(loader, "batch_sampler", None)
@@ -44,15 +40,12 @@ def shared(
         or isinstance(loader, pydist.PreparedLoader)
     ):
         return loader
-    length = sample_count(sampler.dataset)
-    order = TorchShuffle(length) if sampler.shuffle else pydist.Sequential(length)
-    own = kind(
-        sampler.dataset,
-        sampler.num_replicas,
-        sampler.rank,
+    return share_in_torchs_order(
+        loader,
         seed=sampler.seed,
         pad="repeat" if pads else "none",
-        order=order,
+        shuffles=sampler.shuffle,
+        sampler_class=sampler_class,
+        num_replicas=sampler.num_replicas,
+        rank=sampler.rank,
     )
-    batches = pydist.BatchSampler(own, batched.batch_size, drop_last=batched.drop_last)
-    return prepared_with(loader, batches)

@@ -149,7 +149,7 @@ class FabricMethods(_JoinsPydist):
         return _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
-        return shared(dataloader, pads=True, kind=SamplerOfFabric)
+        return shared(dataloader, pads=True, sampler_class=SamplerOfFabric)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return reduce(tensor, group, reduce_op)
