@@ -428,6 +428,10 @@ class Reducer:
         """
         What an optimizer's buckets share, in stage 2.
         """
+    def conclude_held(self) -> None:
+        """
+        All ranks call: concludes the round that is held, if one is.
+        """
     def expect_any_order(self) -> None:
         """
         A schedule chooses the order of backwards, so nothing is warned of that.
@@ -528,6 +532,19 @@ class Reducer:
     def has_pending(self) -> bool:
         """
         Whether a gradient was accumulated and not averaged.
+        """
+    @property
+    def holding(self) -> bool:
+        """
+        Whether backwards that end from now on hold their rounds: they return before gradients are averaged, and conclude_held() does the rest.
+        """
+    @holding.setter
+    def holding(self, arg1: bool) -> None:
+        ...
+    @property
+    def is_held(self) -> bool:
+        """
+        Whether a round is held. A forward, or whatever else begins before conclude_held(), gives it up.
         """
     @property
     def is_in_backward(self) -> bool:

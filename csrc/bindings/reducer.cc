@@ -313,6 +313,15 @@ void bind_reducer(py::module_& module) {
                     "Whether backwards from forwards that end from now on are synchronised.")
       .def_property("weight", &Reducer::weight, &Reducer::set_weight,
                     "What backwards that begin from now on count for; None: each rank as one.")
+      .def_property("holding", &Reducer::is_holding, &Reducer::set_holding,
+                    "Whether backwards that end from now on hold their rounds: they return before "
+                    "gradients are averaged, and conclude_held() does the rest.")
+      .def_property_readonly("is_held", &Reducer::is_held,
+                             "Whether a round is held. A forward, or whatever else begins before "
+                             "conclude_held(), gives it up.")
+      .def(
+          "conclude_held", [](Reducer& self) { calling_python([&] { self.conclude_held(); }); },
+          "All ranks call: concludes the round that is held, if one is.")
       .def(
           "synchronize",
           [](Reducer& self, const py::function& require) {

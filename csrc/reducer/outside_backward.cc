@@ -11,6 +11,15 @@
 
 namespace pydist {
 
+void Reducer::conclude_held() {
+  if (!std::exchange(is_held_, false)) {
+    return;
+  }
+  round_.times->resumed = now_ns();
+  close_or_give_up();
+  conclude_round(/*learns=*/true);
+}
+
 void Reducer::synchronize(const std::function<void()>& require) {
   if (!current_.expired()) {
     throw InvalidUsage("sync_gradients() is called after backward(), not within it");

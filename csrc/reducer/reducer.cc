@@ -313,7 +313,7 @@ void Reducer::note_stream(const GradientSlot& slot) {
   }
 }
 
-// Returns whether there is something to conclude.
+// Returns whether there is something to conclude at the end of backward.
 bool Reducer::finish(Backward& backward) {
   const std::lock_guard turn(turn_);
   current_.reset();
@@ -331,7 +331,8 @@ bool Reducer::finish(Backward& backward) {
   a_forward_averages_.reset();
   round_.times->computed = now_ns();
   open_or_give_up();
-  return true;
+  is_held_ = is_holding_;
+  return !is_held_;
 }
 
 // Keeps the ranks in step after a backward that threw here. The peers are in the same round or will
@@ -358,6 +359,7 @@ void Reducer::abandon(Backward& backward) noexcept {
 // -- beginning
 
 std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulates) {
+  give_up_held();
   auto backward = std::make_shared<Backward>(shared_from_this(), averages, accumulates, weight_);
   backward->is_captured = is_capturing();
   current_ = backward;

@@ -53,6 +53,13 @@
 // holds the addresses of gradients, so the plan stays as it is from then on. Where only some ranks
 // capture, the others' buckets wait on the device for what is not under way, so the group ends.
 //
+// Note [Held rounds]
+// A backward may hold its round: it launches what can leave without waiting, and returns. The
+// program does something more urgent, such as to send what the next rank of a pipeline waits for,
+// and then calls conclude_held(), which closes and concludes the round as the end of backward does
+// otherwise. Where the program begins anything else with the reducer instead, because an exception
+// came between, the round is given up, and the other ranks raise as after a backward that threw.
+//
 // Note [Set aside]
 // The mean of gradients that all ranks share is what it was, so averaging what was averaged already
 // does no harm, and gradients may be added on top. Not so for sums, or where ranks count by share
@@ -225,6 +232,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void set_weight(std::optional<double> weight) noexcept { weight_ = weight; }
   [[nodiscard]] std::optional<double> weight() const noexcept { return weight_; }
 
+  // Whether rounds are held of backwards that end from now on; see Note [Held rounds].
+  void set_holding(bool holding) noexcept { is_holding_ = holding; }
+  [[nodiscard]] bool is_holding() const noexcept { return is_holding_; }
+  // Whether a round is held.
+  [[nodiscard]] bool is_held() const noexcept { return is_held_; }
+  // Collective, outside of backward: concludes the round that is held, if one is.
+  void conclude_held();
+
   // Collective: averages what has not been yet, outside of backward: gradients that were
   // accumulated only, and those that somebody put into `parameter.grad`.
   // `require` throws where this rank cannot take part; the others learn that.
@@ -360,6 +375,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void conclude_round(bool learns);
   void run_round();
   void give_up() noexcept;
+  void give_up_held() noexcept;
   void fall_out_of_step();
   void break_off();
   void wait();
@@ -423,6 +439,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_bypassed_ = false;
   bool has_left_out_average_ = false;
   std::optional<double> weight_;
+  bool is_holding_ = false;
+  bool is_held_ = false;
   Joining joining_ = Joining::kNot;
   bool throws_on_first_ = false;
   bool is_present_ = true;

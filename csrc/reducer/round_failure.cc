@@ -69,6 +69,13 @@ void Reducer::give_up() noexcept {
   orphan();
 }
 
+// For a round that was not concluded before this rank begins anything else.
+void Reducer::give_up_held() noexcept {
+  if (std::exchange(is_held_, false)) {
+    give_up();
+  }
+}
+
 // For a rank that cannot begin a round, or not complete it, because a wait was interrupted, say.
 // The others have gone on, or wait for it. Called while the exception is handled.
 void Reducer::fall_out_of_step() {

@@ -19,7 +19,7 @@ void add_round(ReducerStats& stats, const GradientArena& arena, const RoundTimes
   ++stats.rounds;
   ++stats.bucket_rounds;
   stats.compute_s += seconds(times.began, times.computed) - launching_s;
-  stats.exposed_s += seconds(times.computed, times.ended) + launching_s;
+  stats.exposed_s += seconds(times.wait_began(), times.ended) + launching_s;
   stats.buckets.resize(arena.buckets().size());
   // Launched in order, and most often done in it: the union of the intervals in one pass.
   Instant busy_until = times.began;

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -37,8 +38,12 @@ struct RoundTimes {
   Instant forward_ended = 0;
   Instant began = 0;
   Instant computed = 0;  // backward is through
+  Instant resumed = 0;   // the program has come back to a round that it had held
   Instant ended = 0;     // everything is averaged
   std::deque<BucketTimes> buckets;
+
+  // From then on the training thread does nothing but wait.
+  [[nodiscard]] Instant wait_began() const { return std::max(computed, resumed); }
 };
 
 // What one bucket has cost, as means over the rounds; seconds since the beginning of backward.

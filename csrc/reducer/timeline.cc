@@ -85,7 +85,7 @@ void Timeline::write(const GradientArena& arena, const RoundTimes& times, std::u
   };
   span("forward", times.forward_began, times.forward_ended);
   span("backward", times.began, times.computed);
-  span("wait for averages", times.computed, times.ended);
+  span("wait for averages", times.wait_began(), times.ended);
   // Buckets overlap each other, which spans of one thread must not.
   const auto overlapping = [&](const char* category, std::size_t number, Instant from, Instant to) {
     if (from == 0 || to < from) {

@@ -82,6 +82,13 @@ def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reduc
                 f"{type(optimizer).__name__}.step() is called within backward, from a hook say, "
                 "before gradients are averaged: call it after backward()"
             )
+        if reducer.is_held:
+            raise InvalidUsage(
+                f"{type(optimizer).__name__}.step() is called before gradients are averaged: a "
+                "stage of a pipeline has gone backward, and its schedule was interrupted, or has "
+                "called neither perform_reduce_grad() nor scale_grads() of the stage; run the "
+                "schedule's step again, after zero_grad()"
+            )
 
 
 def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:

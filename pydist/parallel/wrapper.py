@@ -567,6 +567,30 @@ class DataParallel(TorchIdioms, StandsForModule):
             self._working_reducer.expect_any_order()
 
     @contextlib.contextmanager
+    def holding_average(self) -> Iterator[None]:
+        """Lets a backward that ends inside return before its gradients are averaged.
+
+        What is ready of them is on its way by then. `conclude_average()` waits for the rest, and
+        all ranks call it before anything else of the model: a forward, or a backward, that comes
+        first gives the average up, and the other ranks get a `pydist.Error`.
+        """
+        self.require_joined()
+        reducer = self._reducer
+        reducer.holding = True
+        try:
+            yield
+        finally:
+            reducer.holding = False
+
+    def conclude_average(self) -> None:
+        """Returns once gradients are averaged of a backward that ended in `holding_average()`.
+
+        Does nothing where there was none. Raises what that backward would have raised at its end.
+        """
+        if self._working_reducer is not None:
+            self._working_reducer.conclude_held()
+
+    @contextlib.contextmanager
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
         """Lets every backward that runs inside count for `weight` in the mean.
 

@@ -2,41 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.pipelining as torch_pipelining
 
+from pydist._torch import uncompiled
 from pydist.errors import InvalidUsage
 from pydist.job import groups
+from pydist.parallel.nested_wrappers import parts_by_path
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
 
+if TYPE_CHECKING:
+    _Stage = torch_pipelining.PipelineStage
+else:
+    _Stage = object
 
-class PipelineStage(torch_pipelining.PipelineStage):
-    """torch's stage, for a module in a `pydist.DataParallel` over the stage's replicas.
 
-    Takes torch's arguments, and works with torch's schedules. A step takes one round of the
-    replicas' all-reduces, which begins as the backward of the last micro-batch runs.
+class ReplicatedStage(_Stage):
+    """What averages once a step, on top of a class of stages of torch's.
 
-    Zero-bubble schedules divide a backward in two, of which neither sets off the hooks of
-    gradients. This stage does all of it in the first part, so their numbers are right, and their
-    bubbles those of 1F1B.
-
-    A module in no `pydist.DataParallel` is treated as torch's stage treats it.
-
-    Before the first step torch may run the module once for the shapes of its outputs, which running
-    statistics of BatchNorm take up; not where the stage is given `input_args` and `output_args`.
-
-    Raises:
-        InvalidUsage: While a schedule runs: it takes the micro-batches' backwards in an order in
-            which the last one does not come last, or it steps within `model.weighted()`, for which
-            there is `WeightedLoss`.
-        Mismatch: While a schedule runs: replicas have different numbers of micro-batches.
-
-    Example:
-        >>> from pydist.pipelining import PipelineStage
-        >>> model = pydist.DataParallel(part, process_group=replicas)  # doctest: +SKIP
-        >>> stage = PipelineStage(model, 0, 2, device, group=chain)  # doctest: +SKIP
+    Note [When a stage averages]: forwards of all micro-batches but the last one run under
+    `no_sync()`, so their backwards accumulate. The last backward averages what all have
+    accumulated. It holds that average (`DataParallel.holding_average`), so that the schedule can
+    send the input's gradient on, and `perform_reduce_grad`, which schedules call after that,
+    concludes it.
     """
 
     # How many backwards of the step have run.
@@ -49,24 +40,38 @@ class PipelineStage(torch_pipelining.PipelineStage):
     @property
     def replicated(self) -> DataParallel | None:
         """The module, if its gradients are averaged over replicas by pydist."""
-        return self.submod if isinstance(self.submod, DataParallel) else None
+        module = uncompiled(self.submod)
+        return module if isinstance(module, DataParallel) else None
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs a micro-batch's forward, which decides whether its backward averages."""
         model = self.replicated
-        if model is not None and self.chunks != self._compared:
-            check_same(
-                groups.communicator_of(model.process_group, "process_group"),
-                f"the schedule of stage {self.stage_index}",
-                [f"n_microbatches={self.chunks}"],
-                "give the schedules of all replicas the same n_microbatches",
-            )
+        if self.chunks != self._compared:
+            self._look_at_the_module(model)
             self._compared = self.chunks
         if model is None or not self.has_backward or self._is_last(fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         model.expect_any_order()
         with model.no_sync():
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def _look_at_the_module(self, model: DataParallel | None) -> None:
+        """Before the first step: all replicas do the same, and nothing else averages."""
+        if model is not None:
+            check_same(
+                groups.communicator_of(model.process_group, "process_group"),
+                f"the schedule of stage {self.stage_index}",
+                [f"n_microbatches={self.chunks}"],
+                "give the schedules of all replicas the same n_microbatches",
+            )
+            return
+        for name, part in parts_by_path(self.submod):
+            if isinstance(part, DataParallel) and any(p.requires_grad for p in part.parameters()):
+                raise InvalidUsage(
+                    f"the module of stage {self.stage_index} has a pydist.DataParallel in it, at "
+                    f"{name}, which would average at every micro-batch: wrap the whole module of "
+                    "the stage"
+                )
 
     def backward_one_chunk(
         self,
@@ -92,17 +97,28 @@ class PipelineStage(torch_pipelining.PipelineStage):
                 "must come last"
             )
         self._backwards = 0 if is_last else self._backwards + 1
-        return super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+        with model.holding_average() if is_last else contextlib.nullcontext():
+            return super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Nothing: `backward_one_chunk` has done it."""
         if self.replicated is None:
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Waits for the replicas' averages, after the step's last backward. Then scales them."""
+        self._conclude_average()
+        super().perform_reduce_grad(grad_scale_factor)
+
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divides the gradients of a step, as torch's stage does, and notes by what."""
+        self._conclude_average()  # where a schedule calls this alone
         self.scaled_by = grad_scale_factor
         super().scale_grads(grad_scale_factor)
+
+    def _conclude_average(self) -> None:
+        if (model := self.replicated) is not None:
+            model.conclude_average()
 
     def _is_last(self, chunk_id: int) -> bool:
         return self.chunks is not None and chunk_id == self.chunks - 1
@@ -111,3 +127,35 @@ class PipelineStage(torch_pipelining.PipelineStage):
         """Forgets what an interrupted step has left."""
         self._backwards = 0
         super().clear_runtime_states()
+
+
+class PipelineStage(ReplicatedStage, torch_pipelining.PipelineStage):
+    """torch's stage, for a module in a `pydist.DataParallel` over the stage's replicas.
+
+    Takes torch's arguments, and works with torch's schedules. A step takes one round of the
+    replicas' all-reduces. It begins as the backward of the last micro-batch runs, and its end is
+    waited for in `perform_reduce_grad`, which schedules call after they have sent the input's
+    gradient to the stage before this one.
+
+    Zero-bubble schedules divide a backward in two, of which neither sets off the hooks of
+    gradients. This stage does all of it in the first part, so their numbers are right, and their
+    bubbles those of 1F1B.
+
+    A module in no `pydist.DataParallel` is treated as torch's stage treats it: so is one without
+    parameters that train, which there is nothing to average of. `torch.compile` may be around the
+    `pydist.DataParallel`, or around the module in it.
+
+    Before the first step torch may run the module once for the shapes of its outputs, which running
+    statistics of BatchNorm take up; not where the stage is given `input_args` and `output_args`.
+
+    Raises:
+        InvalidUsage: While a schedule runs: it takes the micro-batches' backwards in an order in
+            which the last one does not come last, or it steps within `model.weighted()`, for which
+            there is `WeightedLoss`; or a part of the module is in a `pydist.DataParallel`.
+        Mismatch: While a schedule runs: replicas have different numbers of micro-batches.
+
+    Example:
+        >>> from pydist.pipelining import PipelineStage
+        >>> model = pydist.DataParallel(part, process_group=replicas)  # doctest: +SKIP
+        >>> stage = PipelineStage(model, 0, 2, device, group=chain)  # doctest: +SKIP
+    """
