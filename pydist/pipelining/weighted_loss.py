@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pydist._torch import uncompiled
 from pydist.collectives import all_reduce
 from pydist.errors import InvalidUsage
 from pydist.job import groups
-from pydist.pipelining.stage import PipelineStage
+from pydist.pipelining.stage import ReplicatedStage
+
+# Of the reductions of torch.nn's losses. "batchmean" is a mean for the weight `len`.
+_MEANS = ("mean", "batchmean")
 
 
 class WeightedLoss:
@@ -24,10 +29,16 @@ class WeightedLoss:
 
     Args:
         loss: The weighted mean over a micro-batch, such as `torch.nn.functional.cross_entropy`,
-            called with outputs and targets.
+            called with outputs and targets. It must be a mean and no sum, which nobody can tell
+            from a function of yours: with a sum, each micro-batch would count for its weight's
+            square.
         weight: The weight of targets: `lambda t: (t != -100).sum()`. It is read by the host, so on
             GPUs each micro-batch waits for it.
         stage: This rank's, which computes the loss if it is the last one.
+
+    Raises:
+        InvalidUsage: `loss` has `reduction="sum"` or "none", as a module or by functools.partial;
+            or, while a schedule runs, it returns more than one number.
 
     Example:
         >>> loss = WeightedLoss(cross_entropy, lambda t: (t != -100).sum(), stage)  # doctest: +SKIP
@@ -40,8 +51,14 @@ class WeightedLoss:
         self,
         loss: Callable[[Any, Any], Tensor],
         weight: Callable[[Any], Tensor | float],
-        stage: PipelineStage,
+        stage: ReplicatedStage,
     ) -> None:
+        reduction = _reduction_of(loss)
+        if reduction not in (None, *_MEANS):
+            raise InvalidUsage(
+                f"loss has reduction={reduction!r}, and WeightedLoss multiplies the mean over a "
+                "micro-batch by its weight: pass the loss with reduction='mean'"
+            )
         self._loss, self._weight, self._stage = loss, weight, stage
         self._share: float | None = None
 
@@ -84,8 +101,24 @@ class WeightedLoss:
         if self._share is None:
             raise InvalidUsage("the step's weights are not known: step within `loss.over(targets)`")
         if self._stage.chunks is None:
-            return self._loss(outputs, targets)  # before its first step a schedule asks what comes
+            return self._mean(outputs, targets)  # before its first step a schedule asks what comes
         weight = float(self._weight(targets))
         if weight == 0:  # and the mean of nothing is no number
             return outputs.sum() * 0  # type: ignore[no-any-return]
-        return self._loss(outputs, targets) * (weight * self._share * self._stage.chunks)
+        return self._mean(outputs, targets) * (weight * self._share * self._stage.chunks)
+
+    def _mean(self, outputs: Any, targets: Any) -> Tensor:
+        mean = self._loss(outputs, targets)
+        if mean.numel() != 1:
+            raise InvalidUsage(
+                f"the loss of a micro-batch is of shape {tuple(mean.shape)}, and WeightedLoss "
+                "takes one number, the mean: pass the loss with reduction='mean'"
+            )
+        return mean
+
+
+def _reduction_of(loss: Any) -> object:
+    """How a loss is reduced, where it says so; None where only its author knows."""
+    if isinstance(loss, functools.partial):
+        return loss.keywords.get("reduction", _reduction_of(loss.func))
+    return getattr(uncompiled(loss), "reduction", None)
