@@ -171,6 +171,9 @@ LATER_NAMES: dict[str, dict[str, str]] = {
     "torch.distributed.checkpoint.metadata": {
         "_MEM_FORMAT_ENCODING": "pickles name it, as they do _get_layout",
     },
+    "torch.distributed.pipelining.stage": {
+        "_PipelineStage": "the class of stages that the tracer has cut; only its makers are public",
+    },
     "torch.distributed._composable.replicate": {
         "DDP": "the class that a replicated module gets; the module is no wrapper",
     },
@@ -769,3 +772,13 @@ def storage_info(file: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(file, offset, length)
+
+
+# -- pipelines
+
+
+def traced_stage_class() -> Any:
+    """What `torch.distributed.pipelining.build_stage` makes one of."""
+    from torch.distributed.pipelining.stage import _PipelineStage
+
+    return _PipelineStage

@@ -26,8 +26,8 @@ def warn_of_torchs_stage() -> None:
                 warnings.warn(
                     f"{stage.__name__} of torch runs a pydist.DataParallel: gradients are averaged "
                     "at every micro-batch, and with zero-bubble schedules not at all. Use "
-                    "pydist.pipelining.PipelineStage, which takes the same arguments, and averages "
-                    "once a step.",
+                    "pydist.pipelining.PipelineStage, or its build_stage for a part that the "
+                    "tracer has cut: they take the same arguments, and average once a step.",
                     stacklevel=2,
                 )
             return

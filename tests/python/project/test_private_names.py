@@ -191,6 +191,9 @@ MADE: dict[str, Callable[[], object]] = {
     "torch.distributed.checkpoint.metadata": lambda: importlib.import_module(
         "torch.distributed.checkpoint.metadata"
     ),
+    "torch.distributed.pipelining.stage": lambda: importlib.import_module(
+        "torch.distributed.pipelining.stage"
+    ),
     "torch.distributed.fsdp": lambda: importlib.import_module("torch.distributed.fsdp"),
     "an optimizer": lambda: torch.optim.SGD([torch.zeros(1)]),
     "a loader": lambda: DataLoader([]),  # type: ignore[arg-type]
