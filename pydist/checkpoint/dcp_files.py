@@ -190,6 +190,11 @@ class Contents:
         self._reader.set_up_storage_reader(self._metadata, True)
 
     @property
+    def folder(self) -> Path:
+        """Where it is."""
+        return self._folder
+
+    @property
     def names(self) -> set[str]:
         """The names of all entries."""
         return set(self._metadata.state_dict_metadata)

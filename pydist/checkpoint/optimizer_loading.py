@@ -228,16 +228,27 @@ def whole_state(root: str, outline: Outline, contents: Contents) -> dict[str, An
         numbers = list(range(number, number + len(group["params"])))
         number += len(numbers)
         for index, name in zip(numbers, group["params"], strict=True):
-            entry = outline["parameters"][name]
-            count = math.prod(entry["shape"])
-            dims = tuple(entry["dims"])
-            values = to_whole(name, _read(contents, root, name, entry, dims, [(0, count)]))
-            if count == 0 and not values:
-                values = _of_no_elements(root, entry["shape"], outline, group["params"], contents)
+            values = state_of_parameter(root, name, outline, group["params"], contents)
             if values:
                 state[index] = values
         groups.append({**group, "params": numbers})
     return {"state": state, "param_groups": groups}
+
+
+def state_of_parameter(
+    root: str, name: str, outline: Outline, group: list[str], contents: Contents
+) -> dict[str, Any]:
+    """The state of one parameter, of a group with these names, as torch's unsharded class has it.
+
+    Empty where the parameter was never updated.
+    """
+    entry = outline["parameters"][name]
+    count = math.prod(entry["shape"])
+    dims = tuple(entry["dims"])
+    values = to_whole(name, _read(contents, root, name, entry, dims, [(0, count)]))
+    if count == 0 and not values:
+        values = _of_no_elements(root, entry["shape"], outline, group, contents)
+    return values
 
 
 def _of_no_elements(

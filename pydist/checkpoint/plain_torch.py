@@ -49,16 +49,7 @@ def to_torch(path: str | os.PathLike[str], *, rank: int | None = None) -> dict[s
             waits for, has failed.
         InvalidUsage: Ranks had parameters or buffers of their own, and `rank` is none of them.
     """
-    from pydist.checkpoint.dcp_files import Contents
-
-    place = real(path)
-    error = settle_at(place)
-    if error is not None:
-        raise error
-    folder = find(place)
-    for name, known in read_manifest(folder).items():
-        verify(folder, name, known)
-    contents = Contents(folder)
+    contents = opened(path)
     own = sorted(
         name
         for name in contents.names
@@ -81,6 +72,24 @@ def to_torch(path: str | os.PathLike[str], *, rank: int | None = None) -> dict[s
         found = contents.read_objects(mine)
         state[STATEFUL] = {plain_of(n).removeprefix(_STATEFUL): found[n] for n in mine}
     return state
+
+
+def opened(path: str | os.PathLike[str]) -> Contents:
+    """A checkpoint to read from, once no save is under way there and its files are verified.
+
+    Raises:
+        CheckpointError: There is none, a file is damaged, or an asynchronous save there has failed.
+    """
+    from pydist.checkpoint.dcp_files import Contents
+
+    place = real(path)
+    error = settle_at(place)
+    if error is not None:
+        raise error
+    folder = find(place)
+    for name, known in read_manifest(folder).items():
+        verify(folder, name, known)
+    return Contents(folder)
 
 
 def _read(contents: Contents, entry: str, rank: int) -> Any:
