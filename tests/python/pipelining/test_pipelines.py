@@ -148,24 +148,34 @@ def test_another_order_of_backwards_is_refused() -> None:
         assert "must come last" in outcome.message
 
 
-def dies_amid_a_step() -> None:
+def dies_amid_a_step(where: str) -> None:
     place = Place(2, "1F1B")
-    (stage,) = place.make(whole_model())
+
+    class Dies(PipelineStage):
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            if where == "before its average" and pydist.rank() == 3:
+                os._exit(9)
+            super().perform_reduce_grad(grad_scale_factor)
 
     def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-        if pydist.rank() == 3:
+        if where == "in its loss" and pydist.rank() == 3:
             os._exit(9)
         return nn.functional.mse_loss(outputs, targets)
 
+    (stage,) = place.make(whole_model(), Dies)
     schedule = place.schedule("1F1B", [stage], loss)
     try:
-        place.step(schedule, *batch(0))
+        for step in range(2):
+            place.step(schedule, *batch(step))
     finally:
         pydist.shutdown()  # as at the end of a program: others may wait for this rank
 
 
-def test_a_rank_that_dies_amid_a_step_is_told_of() -> None:
-    *others, dead = rank_outcomes(dies_amid_a_step, 4, timeout=60)
+@pytest.mark.parametrize(
+    "where", ["before its average", pytest.param("in its loss", marks=pytest.mark.thorough)]
+)
+def test_a_rank_that_dies_amid_a_step_is_told_of(where: str) -> None:
+    *others, dead = rank_outcomes(dies_amid_a_step, 4, where, timeout=60)
     assert dead.exit_code == 9
     # Its replica, and those that wait for that one.
     assert {outcome.error for outcome in others} == {"PeerLost"}
