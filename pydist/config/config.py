@@ -13,6 +13,7 @@ from typing import Any
 from pydist import _native
 from pydist.config.fields import ENGINE, find, require_section, text_of, variable_of
 from pydist.config.files import read_tables
+from pydist.config.hints import as_in_a_file
 from pydist.config.variables import environment_with, parse_backend
 from pydist.errors import InvalidUsage
 
@@ -31,10 +32,12 @@ class Config:
 
     Args:
         engine: The variables of the engine, in lower case and without their first word: `backend`,
-            `timeout`, `chunk_bytes`. A job's secret is not among them.
+            `timeout`, `chunk_bytes`; of the variable's type, or its text. A job's secret is not
+            among them.
         model: Arguments of `pydist.DataParallel`, such as `compress`.
         optimizer: Arguments of `pydist.ShardedOptimizer`; for `pydist.initialize` also `name`,
-            a class of torch.optim, `params`, its arguments, and `stage=0`, which shards nothing.
+            a class of torch.optim, `params`, its arguments, and `stage=0`, its default, which
+            shards nothing.
         loader: Arguments of `pydist.prepare`.
         training: For `pydist.initialize`: `batch_size` (of all ranks, for a step),
             `micro_batch_size` (of a rank, for a backward), `accumulation_steps`,
@@ -154,16 +157,17 @@ class Config:
             require_section(section, where)
             if not isinstance(table, Mapping):
                 raise InvalidUsage(f"{where}: {section} is {table!r}; it must be a table of names")
-            for name, value in table.items():
+            for name, given in table.items():
+                value = as_in_a_file(given)
                 find(section, str(name), where).require(value, where)
                 try:
                     json.dumps(value)
                 except (TypeError, ValueError) as error:
                     raise InvalidUsage(
-                        f"{where}: {section}.{name} is {value!r}, which no file could have, nor a "
+                        f"{where}: {section}.{name} is {given!r}, which no file could have, nor a "
                         f"checkpoint: {error}"
                     ) from error
-                self._tables.setdefault(section, {})[name] = copy.deepcopy(value)
+                self._tables.setdefault(section, {})[name] = value
                 self.sources[section, name] = source
         _require_valid(self._tables.get(ENGINE, {}), where)
 
@@ -176,7 +180,10 @@ def _require_valid(engine: Mapping[str, Any], source: str) -> None:
     """Has the engine judge its variables, by the same words as when it reads them."""
     if not engine:
         return
-    variables = {variable_of(name): text_of(value) for name, value in engine.items()}
+    # Without the others: what is wrong with one of them is not this configuration's fault.
+    variables: dict[str, str | None] = {
+        name: None for name, *_ in _native.environment_variables()
+    } | {variable_of(name): text_of(value) for name, value in engine.items()}
     for name, value in engine.items():
         if "\0" in text_of(value):
             raise InvalidUsage(f"{source}: engine.{name} is {value!r}, which no variable can be")

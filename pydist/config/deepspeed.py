@@ -10,7 +10,8 @@ import torch
 
 from pydist.errors import InvalidUsage
 
-# What makes DeepSpeed's training faster or lets it tell more, and gives the same weights.
+# What makes DeepSpeed's training faster, lets it tell more, or is about its checkpoints, and gives
+# the same weights.
 _WITHOUT_EFFECT = {
     "steps_per_print",
     "wall_clock_breakdown",
@@ -32,6 +33,30 @@ _WITHOUT_EFFECT = {
     "zero_optimization.contiguous_gradients",
     "zero_optimization.round_robin_gradients",
     "zero_optimization.use_multi_rank_bucket_allreduce",
+    "zero_optimization.load_from_fp32_weights",
+    "checkpoint",
+    "nebula",
+    "activation_checkpointing",
+    "timers",
+    "aio",
+}
+
+# What begins so is read by stage 3 alone.
+_OF_STAGE_3 = (
+    "zero_optimization.stage3_",
+    "zero_optimization.sub_group_size",
+    "zero_optimization.memory_efficient_linear",
+    "zero_optimization.override_module_apply",
+)
+
+# DeepSpeed's defaults, which files spell out, and which change nothing; another value would. What
+# is false or null, and a table of such values or with `enabled` false, changes nothing either.
+_DEFAULTS: dict[str, Any] = {
+    "gradient_predivide_factor": 1.0,
+    "seq_parallel_communication_data_type": "fp32",
+    "zero_optimization.ignore_unused_parameters": True,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.mics_shard_size": -1,
 }
 
 
@@ -47,8 +72,8 @@ class _Taken:
         value = self._tables.pop(name, default)
         if value == "auto":
             raise InvalidUsage(
-                f"{self.where}: {name} is 'auto', which the Hugging Face Trainer fills in; write "
-                "the value"
+                f"{self.where}: {name} is 'auto', which the Trainer of Transformers fills in from "
+                "its own arguments, and nobody here: write the value"
             )
         return value
 
@@ -72,14 +97,21 @@ class _Taken:
         return {name: self.take(name) for name in list(self._tables)}
 
     def left(self, prefix: str = "") -> list[str]:
-        """The names of what nobody took, but for what is switched off."""
+        """The names of what nobody took, but for what is switched off or DeepSpeed's default."""
 
-        def is_off(value: Any) -> bool:
-            if isinstance(value, Mapping):
-                return value.get("enabled") is False or value.get("device") == "none"
-            return value is None or value is False
+        names = ((prefix + name, value) for name, value in self._tables.items())
+        return [
+            name
+            for name, value in names
+            if not _is_off(value) and not (name in _DEFAULTS and value == _DEFAULTS[name])
+        ]
 
-        return [prefix + name for name, value in self._tables.items() if not is_off(value)]
+
+def _is_off(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        is_disabled = value.get("enabled") is False or value.get("device") == "none"
+        return is_disabled or all(map(_is_off, value.values()))
+    return value is None or value is False
 
 
 def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
@@ -133,7 +165,9 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
         optimizer["stage"] = stage
     left = given.left() + zero.left("zero_optimization.")
     left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.")
-    changing = [name for name in left if name not in _WITHOUT_EFFECT]
+    changing = [
+        name for name in left if name not in _WITHOUT_EFFECT and not name.startswith(_OF_STAGE_3)
+    ]
     if changing:
         raise InvalidUsage(
             f"{where}: pydist does not know {', '.join(changing)}, which would change the "

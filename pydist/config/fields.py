@@ -21,6 +21,21 @@ from pydist.errors import InvalidUsage
 ENGINE = "engine"
 SECTIONS = (ENGINE, "model", "optimizer", "loader", "training")
 
+# Types of the engine's variables, by their names in a configuration; any other one is text. The
+# text of the variable itself will do for each: environments and checkpoints have it.
+_ENGINE_TYPES: dict[str, Any] = {
+    "timeout": float | str,
+    "interface": list[str] | str,
+    "ports": int | str,
+    "sockets": int | str,
+    "spin_us": float | str,
+    "chunk_bytes": int | str,
+    "staging_bytes": int | str,
+    "heartbeat_warning": float | str,
+    "heartbeat_timeout": float | str,
+    "debug": bool | Literal[0, 1] | str,
+}
+
 # Variables that a configuration doesn't have: a secret would get into every checkpoint, and a file
 # can't say that it is the file.
 _NOT_ENGINE = ("PYDIST_JOB_SECRET", "PYDIST_CONFIG")
@@ -67,8 +82,8 @@ _fields: dict[str, dict[str, Field]] = {
         for field in (
             Field("optimizer", "name", str | None, None),
             Field("optimizer", "params", dict[str, Any], {}),
-            # Of pydist.ShardedOptimizer too, which has no 0.
-            Field("optimizer", "stage", Literal[0, 1, 2], 1),
+            # Of pydist.ShardedOptimizer too, which has no 0, and 1 by default.
+            Field("optimizer", "stage", Literal[0, 1, 2], 0),
         )
     },
 }
@@ -111,7 +126,7 @@ def fields_of(section: str) -> Mapping[str, Field]:
     if section != ENGINE:
         return _fields.get(section, {})
     return {
-        name: Field(ENGINE, name, str | int | float | bool | list[str], default or None)
+        name: Field(ENGINE, name, _ENGINE_TYPES.get(name, str), default or None)
         for variable, _, default, *_ in _native.environment_variables()
         if variable not in _NOT_ENGINE
         for name in (variable.removeprefix("PYDIST_").lower(),)

@@ -35,6 +35,15 @@ def matches(value: object, hint: Any) -> bool:
     return value is None if hint is types.NoneType else type(value) is hint
 
 
+def as_in_a_file(value: Any) -> Any:
+    """A value as a file has it: tuples are lists there. Makes new lists and dicts."""
+    if isinstance(value, (list, tuple)):
+        return [as_in_a_file(each) for each in value]
+    if isinstance(value, dict):
+        return {key: as_in_a_file(each) for key, each in value.items()}
+    return value
+
+
 def in_words(hint: Any) -> str:
     """The values that `matches`, for a message: "'bf16', 'fp16' or None"."""
     parts = _parts(hint)

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from pydist.config.config import ARGUMENT, Config, environment_lock
 from pydist.config.fields import ENGINE, SECTIONS, add_arguments, fields_of, text_of, variable_of
-from pydist.config.hints import matches
+from pydist.config.hints import as_in_a_file, matches
 from pydist.errors import InvalidUsage
 
 P = ParamSpec("P")
@@ -253,7 +253,8 @@ def takes_from_config(
             }
             kwargs.update(more)
             result = call(*args, **kwargs)
-            note(section, {name: given[name] for name in names if name in given}, more)
+            defaults = {name: signature.parameters[name].default for name in names}
+            note(section, {name: given[name] for name in names if name in given}, more, defaults)
             return result
 
         return taking
@@ -261,16 +262,23 @@ def takes_from_config(
     return decorate
 
 
-def note(section: str, given: dict[str, Any], taken: dict[str, Any]) -> None:
+def note(
+    section: str,
+    given: dict[str, Any],
+    taken: dict[str, Any],
+    defaults: dict[str, Any] | None = None,
+) -> None:
     """Notes what a call was made with.
 
     Args:
         section: the call's.
         given: what the program has said.
         taken: what the configuration has.
+        defaults: the call's, where they are not those of the section.
     """
     config = current()
-    made = {name: (value, ARGUMENT) for name, value in given.items()}
+    made = {name: (value, DEFAULT) for name, value in (defaults or {}).items()}
+    made |= {name: (value, ARGUMENT) for name, value in given.items()}
     made |= {
         name: (value, config.source_of(section, name) or DEFAULT) for name, value in taken.items()
     }
@@ -311,6 +319,7 @@ def to_save() -> dict[str, dict[str, Any]]:
     for each in settings():
         field = fields_of(each.section)[each.name]
         belongs_here = each.section == ENGINE and each.name in _NOT_SAVED
-        if each.source != DEFAULT and not belongs_here and matches(each.value, field.hint):
-            kept.setdefault(each.section, {})[each.name] = each.value
+        value = as_in_a_file(each.value)
+        if each.source != DEFAULT and not belongs_here and matches(value, field.hint):
+            kept.setdefault(each.section, {})[each.name] = value
     return kept

@@ -20,18 +20,22 @@ def valid_backends() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def environment_with(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables, and then gives them back what they had before."""
+def environment_with(variables: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets variables, or removes them (None), and then gives them back what they had before."""
     before = {name: os.environ.get(name) for name in variables}
     try:
-        os.environ.update(variables)
+        _set(variables)
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def unknown_variables() -> list[tuple[str, str]]:

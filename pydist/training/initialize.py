@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pydist.config import in_force
+from pydist.config.fields import fields_of
 from pydist.config.in_force import Configuration
 from pydist.errors import InvalidUsage
 from pydist.job import groups, membership
@@ -41,7 +42,7 @@ def initialize(
         optimizer: One of torch's over parameters of the model, which has made no step; or what
             makes one of parameters. By default the class `optimizer.name` of torch.optim with
             `optimizer.params`. With `optimizer.stage` 1 or 2, a `pydist.ShardedOptimizer` of its
-            class, groups and options takes its place.
+            class, groups, options and hooks takes its place.
         data: A data set, which is shuffled and cut into batches of `training.micro_batch_size`; or
             a loader, as for `pydist.prepare`, whose batches have that size.
         lr_scheduler: Makes a scheduler of the optimizer, as `lambda optimizer: StepLR(optimizer,
@@ -70,7 +71,7 @@ def initialize(
         training.get("accumulation_steps"),
         membership.world_size(),
     )
-    stage = choice.get("stage", 0)
+    stage = choice.get("stage", fields_of("optimizer")["stage"].default)
     dtype = training.get("dtype")
     clip_grad_norm = training.get("clip_grad_norm")
     if clip_grad_norm is not None and not clip_grad_norm > 0:
@@ -168,6 +169,12 @@ def _optimizer(
     _require_in(made, engine)
     if stage == 0 or isinstance(made, ShardedOptimizer):
         return made
+    if "step" in vars(made):  # a scheduler counts its steps
+        raise InvalidUsage(
+            f"optimizer.stage={stage} makes the {type(made).__name__} anew, and a scheduler was "
+            "made of it, which would schedule nothing: pass lr_scheduler=lambda optimizer: ..., "
+            "or set optimizer.stage to 0"
+        )
     sharded: Optimizer = sharded_like(
         made, f"optimizer.stage={stage}", "set optimizer.stage to 0", stage=stage
     )

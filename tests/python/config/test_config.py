@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pydist import Config, InvalidUsage
+from pydist import Config, InvalidUsage, _native
+from pydist.config.fields import fields_of
 from pydist.config.hints import in_words, matches
 
 TOML = """
@@ -70,6 +71,11 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"optimizer": {"stage": True}}, "optimizer.stage is True; it must be 0, 1 or 2"),
         ({"training": {"batch_size": 2.5}}, "2.5; it must be a whole number or None"),
         ({"engine": {"timeout": -1}}, "PYDIST_TIMEOUT='-1' is not valid"),
+        ({"engine": {"timeout": True}}, "engine.timeout is True; it must be a number or text"),
+        ({"engine": {"chunk_bytes": 4096.5}}, "4096.5; it must be a whole number or text"),
+        ({"engine": {"debug": 2}}, "engine.debug is 2; it must be true or false, 0, 1 or text"),
+        ({"engine": {"host_id": 7}}, "engine.host_id is 7; it must be text"),
+        ({"engine": {"interface": [1]}}, "[1]; it must be a list of texts or text"),
         ({"engine": {"backend": "mpi"}}, "engine.backend='mpi' is not valid"),
         ({"engine": {"chunk_byte": 1}}, "did you mean engine.chunk_bytes?"),
         ({"engine": {"interface": "a\0b"}}, "which no variable can be"),
@@ -112,6 +118,36 @@ def test_a_refused_value_leaves_the_environment_as_it_was(monkeypatch: pytest.Mo
     with pytest.raises(InvalidUsage):
         Config(engine={"timeout": 3, "chunk_bytes": 1})
     assert dict(os.environ) == before
+
+
+def test_another_variable_is_not_the_files_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PYDIST_TIMEOUT", "soon")
+    path = tmp_path / "a.toml"
+    path.write_text("[engine]\nchunk_bytes = 65536\n")
+    assert Config.from_file(path)["engine"] == {"chunk_bytes": 65536}
+    path.write_text("[engine]\nchunk_bytes = 1\n")
+    with pytest.raises(InvalidUsage, match="PYDIST_CHUNK_BYTES='1'"):
+        Config.from_file(path)
+    assert os.environ["PYDIST_TIMEOUT"] == "soon"
+
+
+def test_each_variable_that_is_a_number_or_a_switch_has_its_type() -> None:
+    for variable, values, *_ in _native.environment_variables():
+        name = variable.removeprefix("PYDIST_").lower()
+        is_text = re.match(r"\d|seconds|microseconds|first-last", values) is None
+        if name in fields_of("engine"):
+            assert matches(2, fields_of("engine")[name].hint) == (not is_text and name != "debug")
+            assert matches(True, fields_of("engine")[name].hint) == (name == "debug")
+            assert matches("2", fields_of("engine")[name].hint)
+
+
+def test_a_tuple_is_the_list_that_a_file_has() -> None:
+    config = Config(optimizer={"params": {"betas": (0.9, 0.95)}}, engine={"interface": ("a", "b")})
+    assert config["optimizer"]["params"] == {"betas": [0.9, 0.95]}
+    assert config["engine"] == {"interface": ["a", "b"]}
+    assert json.loads(json.dumps(config.to_dict())) == config.to_dict()
 
 
 def test_values_are_of_exactly_the_annotated_type() -> None:

@@ -44,6 +44,101 @@ def test_a_typical_one(tmp_path: Path) -> None:
     assert config.source_of("optimizer", "stage") == str(path)
 
 
+# Like a file of Megatron-DeepSpeed: every default is spelt out.
+SPELT_OUT = {
+    "train_batch_size": 256,
+    "train_micro_batch_size_per_gpu": 8,
+    "steps_per_print": 10,
+    "zero_optimization": {
+        "stage": 1,
+        "ignore_unused_parameters": True,
+        "load_from_fp32_weights": True,
+        "elastic_checkpoint": False,
+        "zero_hpz_partition_size": 1,
+        "zero_quantized_weights": False,
+        "cpu_offload": False,
+        "sub_group_size": 1e9,
+        "offload_param": {"device": "none"},
+    },
+    "gradient_clipping": 1.0,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "sparse_gradients": False,
+    "fp32_allreduce": False,
+    "communication_data_type": None,
+    "data_types": {"grad_accum_dtype": None},
+    "bf16": {"enabled": True},
+    "amp": {"enabled": False, "opt_level": "O1"},
+    "elasticity": {"enabled": False, "max_train_batch_size": 2000},
+    "checkpoint": {"tag_validation": "Warn", "load_universal": False},
+    "zero_allow_untested_optimizer": True,
+    "wall_clock_breakdown": False,
+}
+
+# What of it is not even named in a warning.
+_SILENT = set(SPELT_OUT) - {"steps_per_print", "checkpoint", "zero_allow_untested_optimizer"}
+# What it says here.
+SPELT_OUT_HERE = {
+    "training": {
+        "batch_size": 256,
+        "micro_batch_size": 8,
+        "clip_grad_norm": 1.0,
+        "dtype": "bfloat16",
+    },
+    "optimizer": {"stage": 1},
+}
+
+# Like one for the Trainer of Transformers, its "auto" of the engine's own work left in.
+OF_TRAINER = {
+    "bf16": {"enabled": False},
+    "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 3e-5, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7},
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": "auto",
+        "contiguous_gradients": True,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 2000,
+    "train_micro_batch_size_per_gpu": 16,
+    "wall_clock_breakdown": False,
+}
+
+
+@pytest.mark.filterwarnings("error")
+def test_defaults_that_are_spelt_out_change_nothing() -> None:
+    quiet = {name: value for name, value in SPELT_OUT.items() if name in _SILENT}
+    quiet["zero_optimization"] = {
+        name: value
+        for name, value in SPELT_OUT["zero_optimization"].items()  # type: ignore[attr-defined]
+        if name not in ("load_from_fp32_weights", "sub_group_size")
+    }
+    assert Config.from_deepspeed(quiet).to_dict() == SPELT_OUT_HERE
+
+
+def test_files_as_people_have_them() -> None:
+    with pytest.warns(UserWarning, match="steps_per_print, checkpoint, zero_allow_untested_opt"):
+        assert Config.from_deepspeed(SPELT_OUT).to_dict() == SPELT_OUT_HERE
+    with pytest.warns(UserWarning, match="zero_optimization.stage3_prefetch_bucket_size"):
+        found = Config.from_deepspeed(OF_TRAINER).to_dict()
+    assert found["training"] == {
+        "micro_batch_size": 16,
+        "accumulation_steps": 1,
+        "clip_grad_norm": 0.5,
+    }
+    assert found["optimizer"]["stage"] == 2
+
+
 @pytest.mark.parametrize(
     ("given", "name", "params"),
     [
@@ -79,6 +174,11 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
             "zero_optimization.offload_optimizer",
         ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor, which would change"),
+        ({"prescale_gradients": True}, "prescale_gradients, which would change"),
+        ({"zero_optimization": {"stage": 1, "mics_shard_size": 4}}, "mics_shard_size"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types"),
+        ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto', which the Trainer of"),
         ({"train_batch_size": "auto"}, "train_batch_size is 'auto'"),
         ({"optimizer": {"type": "OneBitAdam"}}, "torch.optim has no such class"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "lr is 'auto'"),

@@ -141,7 +141,8 @@ def test_what_the_program_says_in_another_way_counts() -> None:
 
 def saves_and_asks(folder: str) -> list[Any]:
     pydist.init(config={"model": {"reduction": "sum"}, "engine": {"host_id": "a"}})
-    model = pydist.DataParallel(torch.nn.Linear(3, 1), compress="fp16")
+    caps: Any = (1, 2)
+    model = pydist.DataParallel(torch.nn.Linear(3, 1), compress="fp16", bucket_cap_mb_list=caps)
     pydist.save(folder, model=model)
     config = pydist.checkpoint.config_of(folder)
     pydist.shutdown()
@@ -152,7 +153,8 @@ def saves_and_asks(folder: str) -> list[Any]:
 
 def test_a_checkpoint_knows_how_its_training_was_set_up(tmp_path: Path) -> None:
     for found in run_ranks(saves_and_asks, 2, str(tmp_path / "c")):
-        assert found == [{"reduction": "sum", "compress": "fp16"}, None, "sum", "fp16"]
+        kept = {"reduction": "sum", "compress": "fp16", "bucket_cap_mb_list": [1, 2]}
+        assert found == [kept, None, "sum", "fp16"]
 
 
 def test_spawned_ranks_read_the_file_by_themselves(file: str, tmp_path: Path) -> None:
@@ -171,6 +173,22 @@ def test_spawned_ranks_read_the_file_by_themselves(file: str, tmp_path: Path) ->
     assert done.stdout == "[55.0, 55.0] 77\n", done.stderr
 
 
+STAGE = ("optimizer", "stage")
+
+
+def default_stages() -> list[Any]:
+    pydist.init()
+    model = pydist.DataParallel(torch.nn.Linear(3, 1))
+    pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)
+    seen = [sources()["optimizer.stage"]]
+    pydist.initialize(torch.nn.Linear(3, 1), lambda p: torch.optim.SGD(p, lr=0.1))
+    return [*seen, sources()["optimizer.stage"]]
+
+
+def test_the_default_stage_is_that_of_the_call() -> None:
+    assert run_ranks(default_stages, 2) == [[(1, "default"), (0, "default")]] * 2
+
+
 def test_info_tells_where_values_are_from(file: str) -> None:
     command = [sys.executable, "-m", "pydist", "info", "--json"]
     report = json.loads(run_command(command, env={"PYDIST_CONFIG": file}).stdout)
@@ -178,6 +196,9 @@ def test_info_tells_where_values_are_from(file: str) -> None:
     assert (found["model.compress"]["value"], found["model.compress"]["source"]) == ("bf16", file)
     assert found["optimizer.stage"]["source"] == file
     assert found["model.check_every"]["source"] == "default"
+    plain = json.loads(run_command(command).stdout)["configuration"]
+    stages = [each["value"] for each in plain if (each["section"], each["name"]) == STAGE]
+    assert stages == [0]  # that of pydist.initialize
     shown = run_command(command[:-1], env={"PYDIST_CONFIG": file}).stdout
     assert re.search(rf"model\.compress +\"bf16\" +{re.escape(file[:20])}", shown), shown
 
