@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -182,6 +182,8 @@ LATER_NAMES: dict[str, dict[str, str]] = {
         "tells that apart from what is about to be",
     },
     "an optimizer": {
+        "_optimizer_step_pre_hooks": "hooks move to a sharded optimizer in the place of another",
+        "_optimizer_step_post_hooks": "the same",
         "_optimizer_state_dict_pre_hooks": "see the hooks of modules",
         "_optimizer_state_dict_post_hooks": "the same",
         "_optimizer_load_state_dict_pre_hooks": "the same",
@@ -594,6 +596,42 @@ def uncompiled(module: Any) -> Any:
 
 
 # -- optimizers
+
+
+_OPTIMIZER_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+@contextmanager
+def without_optimizer_hooks(optimizer: Optimizer) -> Iterator[None]:
+    """Runs none of the hooks that were registered on an optimizer."""
+    hooks = [getattr(optimizer, name) for name in _OPTIMIZER_HOOKS]
+    kept = [dict(each) for each in hooks]
+    for each in hooks:
+        each.clear()
+    try:
+        yield
+    finally:
+        for each, before in zip(hooks, kept, strict=True):
+            each.update(before)
+
+
+def share_optimizer_hooks(optimizer: Optimizer, other: Optimizer) -> None:
+    """Has an optimizer run the other one's hooks, too, before its own.
+
+    Both have the same dictionaries from then on, so a handle by which the program removes a hook
+    still does.
+    """
+    for name in _OPTIMIZER_HOOKS:
+        shared = getattr(other, name)
+        shared.update(getattr(optimizer, name))
+        setattr(optimizer, name, shared)
 
 
 def run_state_dict_pre_hooks(optimizer: Optimizer) -> None:

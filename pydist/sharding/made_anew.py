@@ -7,15 +7,16 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from pydist._torch import share_optimizer_hooks, without_optimizer_hooks
 from pydist.errors import InvalidUsage
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.sharding.parameter_groups import model_of
 
 
 def sharded_like(optimizer: Optimizer, caller: str, otherwise: str, **settings: Any) -> Any:
-    """A `ShardedOptimizer` of an optimizer's class, groups, options and state. All ranks call it.
+    """A `ShardedOptimizer` of an optimizer's class, groups, options, state and hooks.
 
-    Hooks that were registered on the optimizer itself are not taken over.
+    All ranks call it. Hooks get the new optimizer from then on.
 
     Args:
         optimizer: Over parameters of a `pydist.DataParallel` model, or of a part of it.
@@ -50,7 +51,9 @@ def sharded_like(optimizer: Optimizer, caller: str, otherwise: str, **settings: 
     defaults = {name: optimizer.defaults[name] for name in names}
     made = ShardedOptimizer(groups, kind, **settings, **defaults)
     if optimizer.state:
-        made.load_state_dict(optimizer.state_dict())
+        with without_optimizer_hooks(optimizer):  # they are for the program's own checkpoints
+            made.load_state_dict(optimizer.state_dict())
+    share_optimizer_hooks(made, optimizer)
     return made
 
 

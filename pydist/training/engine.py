@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.parallel.wrapper import DataParallel
+from pydist.training.clipping import clip_gradients
 
 
 class Engine(DataParallel):
     """What `pydist.initialize` makes of a model: a `pydist.DataParallel` that also steps.
 
     Gradients of `accumulation_steps` backwards are averaged, over them and over the ranks, and
-    travel once. `backward` and `step` are called once for each forward, as with DeepSpeed; a step
-    that is not due yet does nothing.
+    travel once. `backward` and `step` are called once for each batch, as with DeepSpeed; a step
+    that is not due yet does nothing. Batches are counted over the ends of epochs: the last ones of
+    an epoch, where they are fewer than a step takes, are the first ones of the next step.
 
     Attributes:
         optimizer: Updates the parameters. A copy of the model has none, and can't step; a pickle is
@@ -24,7 +26,7 @@ class Engine(DataParallel):
         lr_scheduler: Steps with it; None if there is none.
         accumulation_steps: How many backwards make a step.
         clip_grad_norm: What the norm of the gradients that the optimizer has is cut to; None: they
-            stay.
+            stay. Of 16-bit gradients, norm and factor are taken in float32.
         global_steps: How many steps were made.
 
     Example:
@@ -46,10 +48,12 @@ class Engine(DataParallel):
     # Backwards since the last step that was made, and whether one of them still waits for step().
     _backwards: int = 0
     _is_step_expected: bool = False
+    # Whether the last forward was one whose backward averages.
+    _last_forward_averages: bool = True
 
     _own_names = DataParallel._own_names | {
         *("optimizer", "lr_scheduler", "accumulation_steps", "clip_grad_norm", "global_steps"),
-        *("_backwards", "_is_step_expected"),
+        *("_backwards", "_is_step_expected", "_last_forward_averages"),
     }
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -59,9 +63,10 @@ class Engine(DataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; only the last backward of a step averages over the ranks."""
-        if not torch.is_grad_enabled() or self.is_gradient_accumulation_boundary():
+        if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        with self.no_sync():
+        self._last_forward_averages = self.is_gradient_accumulation_boundary()
+        with self.no_sync(enabled=not self._last_forward_averages):
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -79,7 +84,11 @@ class Engine(DataParallel):
         if self._is_step_expected:
             raise InvalidUsage("backward() was called twice: call step() after each backward()")
         part = loss / self.accumulation_steps
+        is_last = self.is_gradient_accumulation_boundary()
         part.backward()
+        if is_last and not self._last_forward_averages:
+            # Its forward ran ahead of the backwards before it, when it was not the last one yet.
+            self.sync_gradients()
         self._backwards += 1
         self._is_step_expected = True
         return part.detach()
@@ -104,7 +113,7 @@ class Engine(DataParallel):
         self._backwards = 0
         if self.clip_grad_norm is not None:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self.clip_grad_norm)
+            clip_gradients(parameters, self.clip_grad_norm)
         optimizer.step()
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()

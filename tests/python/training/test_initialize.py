@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from launch import rank_outcomes, run_ranks
+from launch import Ranks, rank_outcomes, run_ranks
+from thorough import everyday
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -136,6 +137,161 @@ def rounds(config: dict[str, Any]) -> int:
 
 def test_accumulated_gradients_travel_once() -> None:
     assert run_ranks(rounds, 2, {"training": {"accumulation_steps": 4}}) == [3, 3]
+
+
+def forwards_first(steps: int, ahead: int, stage: int) -> list[Tensor]:
+    """Runs so many forwards before their backwards."""
+    config: Any = {
+        "training": {"accumulation_steps": steps, "clip_grad_norm": 0.1},
+        "optimizer": {"stage": stage},
+    }
+    engine, *_ = pydist.initialize(network(), adamw, config=config)
+    half = DataLoader(TensorDataset(*data()[pydist.rank() :: 2]), batch_size=2)
+    batches = list(half)
+    for begin in range(0, len(batches), ahead):
+        losses = [nn.functional.mse_loss(engine(x), y) for x, y in batches[begin : begin + ahead]]
+        for loss in losses:
+            engine.backward(loss)
+            engine.step()
+    assert engine.global_steps == len(batches) // steps
+    return [p.detach().clone() for p in engine.parameters()]
+
+
+@pytest.mark.parametrize("stage", everyday(0, 2, thorough=(1,)))
+def test_forwards_may_run_ahead_of_their_backwards(stage: int) -> None:
+    with Ranks(2) as ranks:
+        in_turn = ranks.run(forwards_first, 2, 1, stage)
+        ahead = ranks.run(forwards_first, 2, 2, stage)
+    for found, wanted in zip(ahead[0], in_turn[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    assert all(map(torch.equal, *ahead))
+
+
+def over_epochs() -> tuple[list[int], list[Tensor]]:
+    """Three batches an epoch, and two to a step."""
+    engine, *_ = pydist.initialize(network(), adamw, config={"training": {"accumulation_steps": 2}})
+    steps = []
+    for _ in range(3):
+        for x, y in DataLoader(data(), batch_size=16):
+            engine.backward(nn.functional.mse_loss(engine(x), y))
+            engine.step()
+        steps.append(engine.global_steps)
+    return steps, [p.detach().clone() for p in engine.parameters()]
+
+
+def test_a_step_goes_on_in_the_next_epoch() -> None:
+    model = network()
+    optimizer = adamw(model.parameters())
+    batches = list(DataLoader(data(), batch_size=16)) * 3
+    for (x, y), (x2, y2) in zip(batches[:-1:2], batches[1::2], strict=True):
+        loss = nn.functional.mse_loss(model(x), y) + nn.functional.mse_loss(model(x2), y2)
+        (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    steps, parameters = run_ranks(over_epochs, 2)[0]
+    assert steps == [1, 3, 4]  # the last batch of all is the first one of a step that never comes
+    for found, wanted in zip(parameters, model.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-12, atol=1e-12)
+
+
+def clipped(stage: int, dtype: torch.dtype) -> list[tuple[float, float]]:
+    """The norms of gradients after they were clipped to 1, by the engine and by torch."""
+    return [clipped_once(stage, dtype, trial) for trial in range(8)]
+
+
+def clipped_once(stage: int, dtype: torch.dtype, trial: int) -> tuple[float, float]:
+    torch.manual_seed(trial)
+    engine, optimizer, *_ = pydist.initialize(
+        nn.Linear(11, 7, dtype=dtype),
+        lambda p: torch.optim.SGD(p, lr=0.0),
+        config={"training": {"clip_grad_norm": 1.0}, "optimizer": {"stage": stage}},
+    )
+    by_engine = []
+
+    def note(*_: Any) -> None:
+        by_engine.append(norm_of([gradient_of(engine, p) for p in engine.parameters()]))
+
+    optimizer.register_step_pre_hook(note)
+    engine.backward(engine(torch.randn(3, 11, dtype=dtype) * 5).square().sum())
+    copies = [gradient_of(engine, p).clone().requires_grad_() for p in engine.parameters()]
+    for each in copies:
+        each.grad = each.detach().clone()
+    nn.utils.clip_grad_norm_(copies, 1.0)
+    engine.step()
+    return by_engine[0], norm_of([each.grad for each in copies if each.grad is not None])
+
+
+def norm_of(tensors: list[Tensor]) -> float:
+    return torch.cat([each.detach().double().flatten() for each in tensors]).norm().item()
+
+
+def gradient_of(engine: Any, parameter: Tensor) -> Tensor:
+    if isinstance(engine.optimizer, pydist.ShardedOptimizer):
+        gradient = engine.optimizer.gradient_of(parameter)
+    else:
+        gradient = parameter.grad
+    assert gradient is not None
+    return gradient
+
+
+@pytest.mark.parametrize("stage", everyday(2, thorough=(0, 1)))
+def test_gradients_of_16_bits_are_clipped_in_float32(stage: int) -> None:
+    with Ranks(2) as ranks:
+        norms = ranks.run(clipped, stage, torch.bfloat16)[0]
+        of_float32 = ranks.run(clipped, stage, torch.float32)[0]
+    # What is left is the rounding of the gradients themselves, whose errors even out.
+    assert max(abs(norm - 1) for norm, _ in norms) < 1.5e-3
+    assert max(abs(norm - 1) for _, norm in norms) > 2e-3
+    assert all(norm == pytest.approx(of_torch, rel=1e-6) for norm, of_torch in of_float32)
+
+
+def hooked(stage: int) -> list[str]:
+    """Hooks of an optimizer that has made a step before."""
+    model = network()
+    optimizer = adamw(model.parameters())
+    x, y = data()[:8]
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    told = []
+
+    def telling(name: str) -> Callable[..., None]:
+        return lambda optimizer, *_: told.append(f"{name} {type(optimizer).__name__}")
+
+    optimizer.register_step_pre_hook(telling("before step"))
+    removed = optimizer.register_step_post_hook(telling("after step"))
+    optimizer.register_state_dict_pre_hook(telling("before state"))
+    optimizer.register_state_dict_post_hook(telling("after state"))
+    optimizer.register_load_state_dict_pre_hook(telling("before load"))
+    optimizer.register_load_state_dict_post_hook(telling("after load"))
+    engine, made, *_ = pydist.initialize(model, optimizer, config={"optimizer": {"stage": stage}})
+    for _ in range(2):
+        engine.backward(nn.functional.mse_loss(engine(x), y))
+        engine.step()
+        removed.remove()
+    made.load_state_dict(made.state_dict())
+    return told
+
+
+def scheduled_before() -> str:
+    model = network()
+    optimizer = adamw(model.parameters())
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        pydist.initialize(model, optimizer, config={"optimizer": {"stage": 1}})
+    return str(caught.value)
+
+
+def test_hooks_of_the_optimizer_are_kept() -> None:
+    with Ranks(2) as ranks:
+        plain, sharded = (ranks.run(hooked, stage)[0] for stage in (0, 2))
+        (scheduled, _) = ranks.run(scheduled_before)
+    assert plain == [
+        *("before step AdamW", "after step AdamW", "before step AdamW"),
+        *("before state AdamW", "after state AdamW", "before load AdamW", "after load AdamW"),
+    ]
+    assert sharded == [each.replace("AdamW", "ShardedOptimizer") for each in plain]
+    assert "a scheduler was made of it" in scheduled
 
 
 def out_of_turn() -> list[str]:
