@@ -43,6 +43,8 @@ def taken(name: str, value: Any) -> Number:
     Raises:
         InvalidUsage: it is not one real number.
     """
+    if type(value) is float or type(value) is int:  # most are
+        return float(value)
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.is_meta:
             raise InvalidUsage(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydist.monitoring.chunks import Together
@@ -35,35 +35,33 @@ def line_of(step: int, rows: Sequence[Row | None]) -> dict[str, Any]:
     there = [row for row in rows if row is not None]
     samples = [row.samples for row in there if row.samples is not None]
     total = sum(samples) if samples else None
-    waiting = [_share(row) for row in there if row.waiting_s is not None]
     moved = [row.bytes for row in there if row.bytes is not None]
+    shares = [None if row is None else _share(row) for row in rows]
     line: dict[str, Any] = {
         "step": step,
         "step_s": _rounded(own.step_s),
         "values": _means(there),
         "samples": total,
-        "samples_per_s": None if total is None else _per_second(total, own.step_s),
-        "waiting_share": _rounded(_mean(waiting)),
+        "samples_per_s": _per_second(total, own.step_s),
+        "waiting_share": _rounded(_mean(shares)),
         "bytes": sum(moved) if moved else None,
         "ranks": {
-            "step_s": _of_each(rows, lambda row: row.step_s),
-            "samples_per_s": _of_each(rows, lambda row: _per_second(row.samples, row.step_s)),
-            "waiting_share": _of_each(rows, _share),
+            "step_s": [None if row is None else _rounded(row.step_s) for row in rows],
+            "samples_per_s": [
+                None if row is None else _per_second(row.samples, row.step_s) for row in rows
+            ],
+            "waiting_share": [_rounded(share) for share in shares],
             "lag_s": _lags(rows),
             "bytes": [None if row is None else row.bytes for row in rows],
         },
     }
+    if not any(row.memory for row in there):
+        return line
     for place, name in enumerate(_MEMORY):
         found = [row.memory[place] if row is not None and row.memory else None for row in rows]
         if any(each is not None for each in found):
             line["ranks"][name] = found
     return line
-
-
-def _of_each(
-    rows: Sequence[Row | None], number: Callable[[Row], float | None]
-) -> list[float | None]:
-    return [None if row is None else _rounded(number(row)) for row in rows]
 
 
 def _share(row: Row) -> float | None:
@@ -87,17 +85,21 @@ def _lags(rows: Sequence[Row | None]) -> list[float | None]:
 def _means(rows: Sequence[Row]) -> dict[str, float | None]:
     """Means over the ranks, by their samples where all of them tell these."""
     counted = all(row.samples is not None for row in rows)
-    names = list(dict.fromkeys(name for row in rows for name in row.values))
-    means: dict[str, float | None] = {}
-    for name in names:
-        terms = []
-        for row in rows:
-            value, weight = row.values.get(name), row.samples if counted else 1.0
+    terms: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        weight = row.samples if counted else 1.0
+        for name, value in row.values.items():
+            known = terms.setdefault(name, [])
             if isinstance(value, float) and weight:
-                terms.append((value, weight))
-        total = sum(weight for _, weight in terms)
-        means[name] = sum(value * (weight / total) for value, weight in terms) if terms else None
-    return means
+                known.append((value, weight))
+    return {name: _weighted_mean(known) for name, known in terms.items()}
+
+
+def _weighted_mean(terms: Sequence[tuple[float, float]]) -> float | None:
+    if len(terms) < 2:
+        return terms[0][0] if terms else None
+    total = sum(weight for _, weight in terms)
+    return sum(value * (weight / total) for value, weight in terms)
 
 
 def _per_second(samples: float | None, seconds: float) -> float | None:

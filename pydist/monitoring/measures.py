@@ -40,7 +40,7 @@ class Row:
     @property
     def is_complete(self) -> bool:
         """Whether no value is on its way from a device any more."""
-        return not any(isinstance(value, Late) for value in self.values.values())
+        return not [value for value in self.values.values() if isinstance(value, Late)]
 
     def complete(self) -> None:
         """Reads the values that were on their way."""
@@ -74,10 +74,10 @@ class Meter:
         self._before = self._averaging()
         self._since = time.perf_counter()
 
-    def measure(self, step: int, samples: float | None, values: dict[str, Number]) -> Row:
-        """Ends a step."""
+    def measure(self, step: int, samples: float | None, values: dict[str, Number | None]) -> Row:
+        """Ends a step; the row keeps `values`."""
         now, averaging = time.perf_counter(), self._averaging()
-        row = Row(step, now - self._since, None, None, samples, dict(values))
+        row = Row(step, now - self._since, None, None, samples, values)
         if averaging is not None and self._before is not None:
             resets, waiting_s, moved = averaging
             # The program may have called `reset_stats()` since.

@@ -36,6 +36,11 @@ from pydist.parallel.wrapper import DataParallel
 
 __all__ = ["Monitor", "monitor"]
 
+# How often rank 0 looks for the other ranks' rows amid a chunk, at most: that is a round trip.
+_LOOK_S = 0.01
+# How often memory is asked for, at most: that may take the kernel a millisecond.
+_MEMORY_S = 1.0
+
 # How long rank 0 waits at the end for the last steps of the others.
 _CLOSING_S = 5.0
 
@@ -52,6 +57,7 @@ class _Files:
         self._steps = StepFile(folder)
         self.first_step = self._steps.last_step + 1 if first_step is None else first_step
         self._elapsed_s = self._steps.elapsed_s
+        self._is_trace_noted = not os.environ.get("PYDIST_TIMELINE")
         try:
             self._events: EventFiles | None = open_event_files(folder, self.first_step, tensorboard)
         except BaseException:
@@ -73,6 +79,16 @@ class _Files:
         self._steps.append(lines)
         if self._events is not None:
             self._events.write(lines)
+        self._note_trace()
+
+    def _note_trace(self) -> None:
+        if self._is_trace_noted:
+            return
+        try:
+            self._is_trace_noted = run_description.note_trace(self.folder)
+        except OSError as error:
+            self._is_trace_noted = True
+            logger.warning("pydist.monitor can't note whose trace it is: %s", error)
 
     def close(self) -> None:
         self._steps.close()
@@ -106,6 +122,7 @@ class Monitor:
         self._ends: dict[int, float] = {}
         self._chunk_number = 0
         self._is_closed = False
+        self._next_look = self._next_memory = 0.0
         self._generation = current.job.generation
         self._pid = os.getpid()
         # A program that ends without `close()` loses nothing, and waits for nobody.
@@ -138,17 +155,23 @@ class Monitor:
                 "step() of a monitor that is closed: call it within `with pydist.monitor(...)`, or "
                 "make another monitor on the same folder, which goes on."
             )
-        given = {**({} if loss is None else {"loss": loss}), **values}
-        numbers: dict[str, Number] = {name: taken(name, value) for name, value in given.items()}
+        numbers: dict[str, Number | None] = {} if loss is None else {"loss": taken("loss", loss)}
+        for name, value in values.items():
+            numbers[name] = taken(name, value)
         count = _count(samples)
         self._complete_rows()
         self.step_number += 1
         row = self._meter.measure(self.step_number, count, numbers)
         self._rows.append(row)
-        self._ends[row.step] = time.time()
+        if self._files is not None:
+            self._ends[row.step] = time.time()
+        now = time.monotonic()
         if row.is_complete and len(self._rows) >= self._every:
             self._finish_chunk()
-        elif self._collector is not None and self._collector.expects_more:
+        elif (
+            self._collector is not None and now >= self._next_look and self._collector.expects_more
+        ):
+            self._next_look = now + _LOOK_S
             self._guarded(self._look)
 
     def close(self) -> None:
@@ -184,8 +207,11 @@ class Monitor:
     def _finish_chunk(self) -> None:
         rows, number = self._rows, self._chunk_number
         self._rows, self._chunk_number = [], number + 1
-        with suppress(OSError, RuntimeError):  # no descriptor is left, or the device has failed
-            rows[-1].memory = self._meter.memory()
+        now = time.monotonic()
+        if now >= self._next_memory or self._is_closed:
+            self._next_memory = now + _MEMORY_S
+            with suppress(OSError, RuntimeError):  # no descriptor is left, or the device has failed
+                rows[-1].memory = self._meter.memory()
         self._guarded(self._look)
         self._guarded(lambda: self._hand_over(number, rows))
 
@@ -195,7 +221,8 @@ class Monitor:
                 self._mailbox.post(number, as_json(rows))
             return
         self._write(self._collector.add(number, rows))
-        self._look()
+        if not self._collector.expects_more:  # otherwise a later step looks
+            self._look()
 
     def _look(self) -> None:
         if self._collector is not None:
@@ -240,6 +267,9 @@ class Monitor:
             collector = self._collector
             self._guarded(lambda: self._write(collector.wait(limit_s)))
             self._files.close()
+        if self._mailbox is not None:
+            with suppress(Exception):  # the store has gone, with the keys
+                self._mailbox.close()
 
 
 def monitor(
@@ -255,9 +285,9 @@ def monitor(
 
     Rank 0 appends to `folder/steps.jsonl`, which names for each step the loss, the throughput, the
     bytes of gradients, and of every rank its time, its lag behind the fastest, the share of the
-    step in which it waited for averages, and, once a chunk, its memory. `folder/config.json` has
-    what the run was started with. `pydist view folder` draws both. A folder that holds a run
-    already goes on with it.
+    step in which it waited for averages, and, once a second at the end of a chunk, its memory.
+    `folder/config.json` has what the run was started with. `pydist view folder` draws both. A
+    folder that holds a run already goes on with it.
 
     Steps neither wait for other ranks nor for a device, and what fails later than in this call is a
     warning: training goes on. Joins the job by itself (`pydist.init()`).
@@ -307,7 +337,7 @@ def monitor(
     try:
         _check(folder, model, config, every, first_step, tensorboard)
         if me.world_size > 1:
-            mailbox = Mailbox(groups.store_of(me.group), str(_made), me.rank)
+            mailbox = Mailbox(groups.store_of(me.group), str(_made), me.rank, me.world_size)
         if me.rank == 0:
             try:
                 files = _Files(Path(folder), first_step, tensorboard)

@@ -16,6 +16,7 @@ from pydist import _native
 from pydist._load import __version__
 from pydist.config import in_force
 from pydist.monitoring.step_file import as_text
+from pydist.monitoring.trace_mark import mark_of, trace_of_rank
 from pydist.monitoring.whole_file import write_whole
 
 NAME = "config.json"
@@ -80,6 +81,24 @@ def write(folder: Path, start: dict[str, Any]) -> None:
     """
     text = json.dumps({"starts": [*starts_in(folder), start]}, indent=2) + "\n"
     write_whole(folder / NAME, text)
+
+
+def note_trace(folder: Path) -> bool:
+    """Notes by what the last start knows its trace again; False where there is nothing to note yet.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    starts = starts_in(folder)
+    timeline = starts[-1].get("timeline") if starts else None
+    if not isinstance(timeline, str):
+        return True
+    mark = mark_of(trace_of_rank(Path(timeline), 0))
+    if mark is None:
+        return False
+    starts[-1]["trace"] = mark
+    write_whole(folder / NAME, json.dumps({"starts": starts}, indent=2) + "\n")
+    return True
 
 
 def starts_in(folder: Path) -> list[dict[str, Any]]:

@@ -38,6 +38,16 @@ def as_text(value: Any) -> Any:
     return value
 
 
+_encode = json.JSONEncoder(allow_nan=False).encode
+
+
+def _encoded(line: dict[str, Any]) -> str:
+    try:
+        return _encode(line)
+    except ValueError:  # a number that JSON does not have: most lines have none
+        return _encode(as_text(line))
+
+
 def as_number(value: Any) -> float | None:
     """Undoes `as_text` for a number; None for what is none."""
     if isinstance(value, str):
@@ -136,7 +146,7 @@ class StepFile:
     def append(self, lines: Iterable[dict[str, Any]]) -> None:
         """Writes lines; where that fails, warns and leaves them out."""
         given = list(lines)
-        text = b"".join(json.dumps(as_text(line)).encode() + b"\n" for line in given)
+        text = "".join(f"{_encoded(line)}\n" for line in given).encode()
         try:
             written = 0
             while written < len(text):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Of each start and of no interest beside another's.
-_LEFT_OUT = {"started", "first_step", "timeline"}
+_LEFT_OUT = {"started", "first_step", "timeline", "trace"}
 MISSING = "—"
 
 

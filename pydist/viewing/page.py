@@ -16,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from pydist.errors import InvalidUsage
 from pydist.monitoring.run_description import starts_in
 from pydist.viewing.config_differences import MISSING, compare
 from pydist.viewing.drawn_points import drawn_points
@@ -54,6 +55,9 @@ class _Run:
     folder: RunFolder
     records: Records
     starts: list[dict[str, Any]]
+    traces: dict[int, Path]
+    # Why there are none, for people; empty where there is nothing to say.
+    why_no_traces: str
 
     @property
     def last_start(self) -> dict[str, Any]:
@@ -66,7 +70,7 @@ def make_page(folders: Sequence[RunFolder]) -> str:
     Raises:
         InvalidUsage: a run can't be read.
     """
-    runs = [_Run(each, read_records(each.path), starts_in(each.path)) for each in folders]
+    runs = [_read(each) for each in folders]
     data = {"runs": [run.folder.name for run in runs], "charts": _charts(runs)}
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
     style = _asset("uplot/uPlot.min.css") + _asset("page.css")
@@ -100,6 +104,17 @@ chart: <kbd>←</kbd> <kbd>→</kbd> move, <kbd>+</kbd> <kbd>-</kbd> zoom, <kbd>
 </body>
 </html>
 """
+
+
+def _read(folder: RunFolder) -> _Run:
+    starts = starts_in(folder.path)
+    traces: dict[int, Path] = {}
+    why_no_traces = ""
+    try:
+        traces = find_traces(folder.path, starts[-1] if starts else {})
+    except InvalidUsage as error:
+        why_no_traces = str(error)
+    return _Run(folder, read_records(folder.path), starts, traces, why_no_traces)
 
 
 def _asset(name: str) -> str:
@@ -239,6 +254,8 @@ def _notes(run: _Run) -> list[str]:
             count = f"{len(steps)} {_plural(len(steps), 'step')}"
             what = name.removeprefix("value:")
             notes.append(f"{what} is NaN or infinite in {count}, first in {steps[0]}")
+    if run.why_no_traces:
+        notes.append(run.why_no_traces)
     if run.records.unreadable:
         lines = _plural(run.records.unreadable, "line")
         notes.append(f"{run.records.unreadable} {lines} can't be read")
@@ -282,9 +299,7 @@ show what is alike, too</label></p><div class="wide"><table id="config"><thead><
 def _timelines(runs: Sequence[_Run]) -> str:
     parts: list[str] = []
     for number, run in enumerate(runs):
-        timeline = run.last_start.get("timeline")
-        where = timeline if isinstance(timeline, str) else None
-        lanes = last_step(find_traces(run.folder.path, where))
+        lanes = last_step(run.traces)
         if lanes and len(parts) < _MOST_TIMELINES:
             parts.append(
                 f'<figure data-of="{number}"><figcaption>{_swatch(number)}'

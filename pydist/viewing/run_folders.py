@@ -27,6 +27,8 @@ class RunFolder:
 def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
     """The runs in some folders and below them, each once, in the order of their paths.
 
+    Links to folders are followed.
+
     Raises:
         InvalidUsage: a place is no folder, or none of them holds a run.
     """
@@ -45,9 +47,16 @@ def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    for path, _, files in os.walk(folder):
-        if NAME in files:
-            yield Path(path)
+    """Follows links, also those to folders above: no folder is looked at twice."""
+    seen: set[str] = set()
+    for path, below, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(path)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        if NAME in files and os.path.isfile(os.path.join(path, NAME)):
+            yield Path(real)
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

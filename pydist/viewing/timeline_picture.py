@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from pydist.errors import InvalidUsage
+from pydist.monitoring.trace_mark import mark_of, trace_of_rank
 
 # At the end of a trace, how much is read: thousands of events.
 _TAIL_BYTES = 4 * 2**20
@@ -43,15 +46,29 @@ class Lane:
         return min(begin for _, begin, _ in self.spans)
 
 
-def find_traces(folder: Path, timeline: str | None) -> dict[int, Path]:
+def find_traces(folder: Path, start: Mapping[str, Any]) -> dict[int, Path]:
     """The traces of a run by rank: those where its variable said, or those in its folder.
 
     Args:
         folder: Of the run.
-        timeline: The value of PYDIST_TIMELINE, absolute; None where it was not set.
+        start: What its last start was made with.
+
+    Raises:
+        InvalidUsage: the traces where its variable said are not known to be this run's.
     """
-    found = _traces_like(Path(timeline)) if timeline else {}
-    return found or _in_folder(folder)
+    timeline = start.get("timeline")
+    found = _traces_like(Path(timeline)) if isinstance(timeline, str) and timeline else {}
+    if not found:
+        return _in_folder(folder)
+    first = trace_of_rank(Path(str(timeline)), 0)
+    if start.get("trace") is None or mark_of(first) != start["trace"]:
+        raise InvalidUsage(
+            f"the trace {first} is not drawn: it is another run's, or the run ended before it was "
+            "known; give each run a PYDIST_TIMELINE of its own"
+        )
+    # Of an earlier job there may be more.
+    size = start.get("world_size")
+    return {r: path for r, path in found.items() if not isinstance(size, int) or r < size}
 
 
 def _traces_like(path: Path) -> dict[int, Path]:

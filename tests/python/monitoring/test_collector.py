@@ -24,12 +24,22 @@ class Job:
     """Three ranks in one process."""
 
     def __init__(self) -> None:
-        store = dist.HashStore()
-        self.boxes = [Mailbox(store, "1", rank) for rank in range(3)]
+        self.store = dist.HashStore()
+        self.boxes = [Mailbox(self.store, "1", rank, 3) for rank in range(3)]
         self.collector = Collector(self.boxes[0], 3)
 
     def post(self, rank: int, number: int) -> None:
         self.boxes[rank].post(number, as_json(rows(number)))
+
+
+def test_the_last_rank_that_closes_leaves_no_key() -> None:
+    job = Job()
+    for rank in (0, 2, 1):
+        assert job.store.num_keys() > 0
+        job.boxes[rank].close()
+        if rank != 1:
+            job.post(1, rank)
+    assert job.store.num_keys() == 0
 
 
 def test_a_chunk_is_done_when_all_ranks_have_sent_it() -> None:

@@ -80,9 +80,9 @@ def test_a_line_for_each_step_with_the_numbers_of_all_ranks(tmp_path: Path) -> N
         assert all(0 <= share <= 1 for share in line["ranks"]["waiting_share"])
     assert [line["elapsed_s"] for line in lines] == sorted(line["elapsed_s"] for line in lines)
     assert sum(line["bytes"] for line in lines) == sum(moved for _, moved in trained) > 0
-    # Memory comes with the last step of each chunk.
+    # Memory comes with the last step of a chunk, of the first, the last, and once a second.
     with_memory = [line["step"] for line in lines if "rss_bytes" in line["ranks"]]
-    assert with_memory == [3, 6, 8]
+    assert with_memory in ([3, 8], [3, 6, 8])
     for now, peak in zip(
         lines[2]["ranks"]["rss_bytes"], lines[2]["ranks"]["peak_rss_bytes"], strict=True
     ):

@@ -11,6 +11,8 @@ import pytest
 
 import pydist
 from pydist.cli import main
+from pydist.monitoring import run_description
+from pydist.monitoring.trace_mark import mark_of, trace_of_rank
 from pydist.viewing.config_differences import compare
 from pydist.viewing.drawn_points import drawn_points
 from pydist.viewing.page import make_page
@@ -261,7 +263,10 @@ def test_the_last_step_that_all_ranks_have_traced_is_drawn(tmp_path: Path) -> No
     # This rank was killed while it wrote its third step.
     (elsewhere / "t.rank1.json").write_text(trace(2)[:-2] + ',\n{"ph":"X","name":"forw')
     run = write_run(tmp_path / "a", [line(1)])
-    traces = find_traces(run, str(elsewhere / "t.json"))
+    (elsewhere / "t.rank2.json").write_text(trace(9))  # of a job of three ranks before
+    start: dict[str, Any] = {"timeline": str(elsewhere / "t.json"), "world_size": 2}
+    start["trace"] = mark_of(elsewhere / "t.rank0.json")
+    traces = find_traces(run, start)
     assert sorted(traces) == [0, 1]
     lanes = last_step(traces)
     assert [lane.begin for lane in lanes] == [200.0, 200.0]
@@ -269,15 +274,48 @@ def test_the_last_step_that_all_ranks_have_traced_is_drawn(tmp_path: Path) -> No
     svg = picture(lanes)
     assert svg.count("<rect") == 8
     assert "0 &lt;b&gt;" in svg
-    assert find_traces(run, None) == {}
+    assert find_traces(run, {}) == {}
     (run / "x.rank0.json").write_text(trace(1))
-    assert sorted(find_traces(run, str(tmp_path / "gone" / "t.json"))) == [0]
+    assert sorted(find_traces(run, {"timeline": str(tmp_path / "gone" / "t.json")})) == [0]
     assert '<svg class="timeline"' in make_page(find_runs([run]))
 
 
 def test_a_trace_without_steps_has_no_picture(tmp_path: Path) -> None:
     (tmp_path / "t.rank0.json").write_text("[\n]\n")
-    assert last_step(find_traces(tmp_path, None)) == []
+    assert last_step(find_traces(tmp_path, {})) == []
+
+
+def test_a_trace_that_another_run_has_replaced_is_named_and_not_drawn(tmp_path: Path) -> None:
+    timeline = tmp_path / "t.json"
+    for name in ("first", "second"):
+        # As the monitor does, once the trace has begun.
+        run = write_run(tmp_path / name, [line(1)])
+        run_description.write(run, {"timeline": str(timeline), "world_size": 1})
+        trace_of_rank(timeline, 0).write_text("[\n]\n")
+        assert not run_description.note_trace(run)
+        trace_of_rank(timeline, 0).write_text(trace(3, begin=len(name) / 7))
+        assert run_description.note_trace(run)
+    page = make_page(find_runs([tmp_path]))
+    assert page.count('<svg class="timeline"') == 1
+    assert f"the trace {trace_of_rank(timeline, 0)} is not drawn" in page
+    trace_of_rank(timeline, 0).write_text(trace(4, begin=len("first") / 7))
+    assert make_page(find_runs([tmp_path / "first"])).count('<svg class="timeline"') == 1
+
+
+def test_links_are_followed_and_each_run_is_there_once(tmp_path: Path) -> None:
+    write_run(tmp_path / "disk" / "far", [line(1)])
+    write_run(tmp_path / "runs" / "a", [line(1)])
+    (tmp_path / "runs" / "a" / "up").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs" / "a" / "itself").symlink_to("itself")
+    (tmp_path / "runs" / "latest").symlink_to("a")
+    (tmp_path / "runs" / "far").symlink_to(tmp_path / "disk" / "far")
+    (tmp_path / "runs" / "gone").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "runs" / "half").mkdir()
+    (tmp_path / "runs" / "half" / "steps.jsonl").symlink_to("steps.jsonl")
+    found = find_runs([tmp_path / "runs", tmp_path / "runs" / "latest"])
+    paths = [tmp_path / "disk" / "far", tmp_path / "runs" / "a"]
+    assert [run.path for run in found] == paths
+    assert make_page(found)
 
 
 @pytest.mark.usefixtures("world_of_one")
