@@ -22,7 +22,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +114,16 @@ def process_count(chosen: tuple[str, ...], asked: int | None, gpus: str, process
         f"{processes} asks for {asked}: leave one of the two out. For processes that share GPUs "
         f"set {VARIABLE} instead."
     )
+
+
+def is_same_choice(gpus: Gpus, others: Gpus) -> bool:
+    """Whether two wishes are for the same GPUs, however they are written.
+
+    Raises:
+        InvalidUsage: one has none of the forms.
+    """
+    one, other = _parse(gpus, "gpus="), _parse(others, "gpus=")
+    return replace(one, text="") == replace(other, text="")
 
 
 def gpu_variables(chosen: tuple[str, ...]) -> dict[str, str]:

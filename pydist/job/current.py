@@ -27,6 +27,7 @@ from pydist import _native, errors
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
+    from pydist.gpu.selection import Gpus
     from pydist.job.backend_choice import Agreement
     from pydist.job.meeting.backend_agreement import HopeOf
 
@@ -92,6 +93,7 @@ class Job:
         pid: The process that made it. A forked child has it in memory and can't use or close it.
         agreement: What its ranks have agreed on; None before they have met.
         membership: What this process is in it; None before it has joined.
+        asked_gpus: What the program has asked for when it joined.
         world: The communicator of all ranks.
         bootstrapped: Communicators for groups of other backends.
         split: Those split off others.
@@ -116,6 +118,7 @@ class Job:
         self.pid = os.getpid()
         self.agreement: Agreement | None = None
         self.membership: Membership | None = None
+        self.asked_gpus: Gpus | None = None
         self.world = _not_joined
         self.bootstrapped: WeakKeyDictionary[dist.ProcessGroup, _native.Communicator] = (
             WeakKeyDictionary()

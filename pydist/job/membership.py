@@ -69,7 +69,7 @@ def init(
     `torch.distributed.*` works too. Where there is a default group already, on whatever backend,
     pydist uses it, and meets the other ranks through its store. Where no launcher has set anything,
     this is a world of one rank without any server. A second call changes nothing: it may repeat
-    the backend and the time-out of the first, or leave them out.
+    the backend, the time-out, `processes` and `gpus` of the first, or leave them out.
 
     `pydist run`, torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, flux run, jsrun,
     PALS, horovodrun and SkyPilot are understood; see `pydist.job.launchers`. RANK=0 WORLD_SIZE=1 in
@@ -112,7 +112,7 @@ def init(
     _native.require_not_forked()
     with lock:
         if is_initialized():
-            require_same(_joined(), backend, wait, processes, configuration)
+            require_same(_joined(), backend, wait, processes, gpus, configuration)
             return
         if processes is not None or gpus is not None:
             from pydist.job.own_ranks import start_own_ranks  # not at import: few need it
@@ -123,6 +123,7 @@ def init(
         with in_force.entering(configuration), entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
+            current.job.asked_gpus = gpus
         past.note(member, backend)
         if member.rank == 0:
             for name, nearest in unknown_variables():

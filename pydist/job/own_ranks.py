@@ -2,11 +2,12 @@
 
 This process becomes rank 0, so a debugger stays in it, and starts its own script again for each of
 the others, which find their job in the environment. Whoever of these fails ends all: a thread of
-this process watches them. They have a minute to end once this process's own program has, with
-whatever status, which `sys.exit` tells nobody; and the kernel ends them with this process.
+this process watches them. Once this process's own program has ended well, it waits for them; once
+it has ended badly, they have a few seconds. The kernel ends them with this process.
 """
 
 import atexit
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -16,12 +17,13 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from pydist import _native
 from pydist.config import in_force
 from pydist.errors import InvalidUsage
 from pydist.gpu import selection
@@ -32,12 +34,11 @@ from pydist.job.spawn import job_variables
 from pydist.job.spawn_results import how_it_ended
 from pydist.job.tied_start import tied
 
-# How long ranks get to end by themselves once one has failed, and again after SIGTERM.
+# How long ranks get to end by themselves once one has failed or rank 0 has ended badly, and again
+# after SIGTERM.
 _GRACE_S = 3.0
 # How often the others are looked at.
 _LOOK_S = 0.1
-# How long the others may go on once rank 0 has ended.
-_PATIENCE_S = 60.0
 
 
 @dataclass
@@ -49,6 +50,9 @@ class _Others:
     store: dist.TCPStore
     pid: int
     has_told: bool = False
+    watcher: threading.Thread | None = None
+    # The program has ended, and the watcher's part is over.
+    is_handed_over: threading.Event = field(default_factory=threading.Event)
 
     def running(self) -> list[int]:
         return [i + 1 for i, each in enumerate(self.processes) if each.poll() is None]
@@ -121,6 +125,7 @@ def _start(count: int, command: Sequence[str]) -> None:
     command = tied(command, by_this_python=True)
     # A debugger in the others would have nobody to talk to.
     variables = os.environ | {"PYTHONBREAKPOINT": "0"}
+    variables.pop("PYTHONINSPECT", None)  # see `_divided`
     others = _Others([], store, os.getpid())
     try:
         for rank in range(1, count):
@@ -144,7 +149,10 @@ def _start(count: int, command: Sequence[str]) -> None:
     _others = others
     # Before what leaves the job at exit is registered, so that it comes after that.
     atexit.register(_at_exit)
-    threading.Thread(target=_watch, args=(others,), name="pydist-ranks", daemon=True).start()
+    others.watcher = threading.Thread(
+        target=_watch, args=(others,), name="pydist-ranks", daemon=True
+    )
+    others.watcher.start()
 
 
 def _own_command() -> list[str]:
@@ -183,7 +191,8 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
     """The interpreter's flags, then "-c", "-m" or "", and what follows that.
 
     Short flags may stand together (`-um module`), and some have a value, in the same word or in the
-    next one.
+    next one. `-i` is left out: an interpreter that asks for more, and finds nobody, ends well even
+    where its program has failed.
     """
     flags: list[str] = []
     at = 0
@@ -196,52 +205,52 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
                 flags.append(arguments[at])
                 at += 1
             continue
+        kept = "-"
         for place, letter in enumerate(word[1:], 1):
             value = word[place + 1 :]
             if letter in "cm":
-                flags += [f"-{word[1:place]}"] if place > 1 else []
+                flags += [kept] if kept != "-" else []
                 return flags, f"-{letter}", [*([value] if value else []), *arguments[at:]]
             if letter in "WX":
-                flags.append(word)
+                kept += letter + value
                 if not value:
-                    flags.append(arguments[at])
+                    flags.append(kept)
+                    kept = arguments[at]
                     at += 1
                 break
-        else:
-            flags.append(word)
+            if letter != "i":
+                kept += letter
+        flags += [kept] if kept != "-" else []
     return flags, "", list(arguments[at:])
 
 
 def _watch(others: _Others) -> None:
     """Ends all ranks, this one too, some time after one has failed."""
-    while others.running():
-        if failed := others.failed():
-            _tell(others, failed)
-            time.sleep(_GRACE_S)
-            _end(others)
-            os.kill(others.pid, signal.SIGTERM)
-            time.sleep(_GRACE_S)
-            os.kill(others.pid, signal.SIGKILL)
-        time.sleep(_LOOK_S)
-    if failed := others.failed():
-        _tell(others, failed)
-        time.sleep(_GRACE_S)
-        os.kill(others.pid, signal.SIGTERM)
+    is_over = False
+    while not (failed := others.failed()):
+        if is_over or others.is_handed_over.wait(_LOOK_S):
+            return
+        is_over = not others.running()  # one of them may have failed since it was asked
+    _tell(others, failed)
+    if others.is_handed_over.wait(_GRACE_S):
+        return
+    _end(others)
+    os.kill(others.pid, signal.SIGTERM)
+    if not others.is_handed_over.wait(_GRACE_S):
+        os.kill(others.pid, signal.SIGKILL)
 
 
 def _tell(others: _Others, failed: Sequence[int]) -> None:
     """Says once who has failed first."""
-    if others.has_told:
-        return
-    others.has_told = True
-    first = failed[0]
-    process = others.processes[first - 1]
-    print(
-        f"pydist: rank {first} (pid {process.pid}) {how_it_ended(process.returncode)}; "
-        "all ranks end.",
-        file=sys.stderr,
-        flush=True,
-    )
+    if not others.has_told:
+        others.has_told = True
+        print(_words_for(others, failed), file=sys.stderr, flush=True)
+
+
+def _words_for(others: _Others, failed: Sequence[int]) -> str:
+    first = others.processes[failed[0] - 1]
+    how = how_it_ended(first.returncode)
+    return f"pydist: rank {failed[0]} (pid {first.pid}) {how}; all ranks end."
 
 
 def _end(others: _Others) -> None:
@@ -258,40 +267,27 @@ def _end(others: _Others) -> None:
 
 
 def _at_exit() -> None:
-    """The program ends when its last rank does, and badly where one did, or by Ctrl-C meanwhile."""
+    """Hands the others over to the C library, which knows with which status the program ends."""
     others = _others
     if others is None or os.getpid() != others.pid:
         return
     try:
-        _wait_for(others)
+        # Ctrl-C ends the process from here on: an interpreter that ends would swallow it.
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        others.is_handed_over.set()
+        if others.watcher is not None:
+            others.watcher.join()
+        # The interpreter ends before the process does, and lets go of what modules hold. The store
+        # must live on, and nobody but the C library may wait for the processes.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(others))
+        left = [(f"rank {rank}", others.processes[rank - 1].pid) for rank in others.running()]
+        failed, status, words = others.failed(), 0, ""
+        if failed:
+            code = others.processes[failed[0] - 1].returncode
+            status = code if code > 0 else 1
+            words = "" if others.has_told else _words_for(others, failed)
+        _native.wait_for_children_at_exit(left, _GRACE_S, status, words)
     except KeyboardInterrupt:
         _end(others)
         os._exit(128 + signal.SIGINT)
-
-
-def _wait_for(others: _Others) -> None:
-    # An exception that nobody has caught is there by now; what sys.exit was told is not.
-    has_failed = getattr(sys, "last_value", None) is not None
-    patience_s = _GRACE_S if has_failed or others.failed() else _PATIENCE_S
-    began_s = time.monotonic()
-    while running := others.running():
-        if others.failed():
-            patience_s = min(patience_s, _GRACE_S)
-        if time.monotonic() - began_s > patience_s:
-            pids = [others.processes[rank - 1].pid for rank in running]
-            print(
-                f"pydist: rank 0 has ended, {patience_s:g} s ago; ranks {running} (pids {pids}) "
-                "are ended.",
-                file=sys.stderr,
-                flush=True,
-            )
-            _end(others)
-        time.sleep(_LOOK_S)
-    if (failed := others.failed()) and not has_failed:
-        _tell(others, failed)
-        # The interpreter has settled on success by now.
-        with suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        status = others.processes[failed[0] - 1].returncode
-        os._exit(status if status > 0 else 1)

@@ -7,7 +7,10 @@ from pydist.config import in_force
 from pydist.config.config import Config
 from pydist.config.variables import parse_backend
 from pydist.errors import InvalidUsage
+from pydist.gpu import selection
+from pydist.job import current
 from pydist.job.current import Membership
+from pydist.job.launchers import read_placement
 
 
 def require_same(
@@ -15,6 +18,7 @@ def require_same(
     backend: str | None,
     timeout: timedelta | None,
     processes: int | None,
+    gpus: "selection.Gpus | None",
     configuration: Config | None,
 ) -> None:
     """Raises InvalidUsage where a job that runs has another setting than one that is asked for.
@@ -27,6 +31,7 @@ def require_same(
             "can't be had now: give it in the first call of pydist.init(), which comes before the "
             "first pydist.DataParallel."
         )
+    _require_same_gpus(gpus)
     if backend is not None:
         wanted = parse_backend(backend, "backend=")
         if wanted not in ("auto", running.backend):
@@ -42,6 +47,18 @@ def require_same(
         "pydist.DataParallel, set PYDIST_TIMEOUT, or call pydist.shutdown() before.",
     )
     in_force.change(configuration, running.communicator.timeout, running.backend)
+
+
+def _require_same_gpus(gpus: "selection.Gpus | None") -> None:
+    first = current.job.asked_gpus
+    if gpus is None or (first is None and read_placement().launcher != "no launcher"):
+        return  # a launcher chooses them
+    if first is None or not selection.is_same_choice(first, gpus):
+        had = "without gpus=" if first is None else f"with gpus={first!r}"
+        raise InvalidUsage(
+            f"the job runs {had} already, so gpus={gpus!r} can't be had now: give it in the first "
+            "call of pydist.init(), which comes before the first pydist.DataParallel."
+        )
 
 
 def require_timeout(

@@ -82,6 +82,9 @@ ALWAYS = ["--check-hash-based-pycs", "always"]
         (["-Xdev", "-W", "error", "s.py"], (["-Xdev", "-W", "error"], "", ["s.py"])),
         ([*ALWAYS, "s.py"], (ALWAYS, "", ["s.py"])),
         (["-u", "-"], (["-u"], "", ["-"])),
+        (["-i", "s.py", "-i"], ([], "", ["s.py", "-i"])),
+        (["-iuW", "ignore", "s.py"], (["-uW", "ignore"], "", ["s.py"])),
+        (["-Xi", "-ic", "text"], (["-Xi"], "-c", ["text"])),
     ],
 )
 def test_flags_are_read_as_the_interpreter_reads_them(arguments: list[str], divided: Any) -> None:
@@ -95,6 +98,15 @@ def test_a_breakpoint_is_one_of_rank_0(script: Path) -> None:
     assert done.stdout.count("(Pdb)") == 1
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if ": 6 [" in line]) == 3
+
+
+def test_an_interactive_rank_0(script: Path) -> None:
+    """Goes on with what is typed, and learns of a rank that has failed."""
+    script.write_text(PROGRAM + "\nif pydist.rank() == 2: raise ValueError('mine')\n")
+    command = f"echo 'import time; time.sleep(600)' | {sys.executable} -i {script} --lr 0.1"
+    done = run_command(["bash", "-c", f"{command}; exit ${{PIPESTATUS[1]}}"])
+    assert done.returncode != 0
+    assert "exited with status 1; all ranks end." in done.stderr
 
 
 def test_another_thread_is_refused() -> None:
@@ -162,6 +174,8 @@ def test_what_is_no_script_is_refused(script: Path) -> None:
         ("init(processes=True)", "processes=True is not valid"),
         ("init(gpus='x')", "gpus='x'"),
         ("init(); pydist.init(processes=2)", "the job runs with 1 rank(s) already"),
+        ("init(); pydist.init(gpus=2)", "the job runs without gpus= already, so gpus=2"),
+        ("init(gpus=0); pydist.init(gpus=[]); pydist.init(gpus=[1])", "with gpus=0 already, so"),
     ],
 )
 def test_what_can_not_be_is_refused(call: str, message: str) -> None:
@@ -262,6 +276,13 @@ if pydist.rank() == 1:
 """
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line.split()[1] for line in status.splitlines() if "SigCgt" in line), 16)
+    return bool(caught >> (number - 1) & 1)
+
+
 def test_ctrl_c_while_the_others_are_waited_for() -> None:
     program = LINGERING.replace("PATIENCE", "")
     with subprocess.Popen(
@@ -273,18 +294,32 @@ def test_ctrl_c_while_the_others_are_waited_for() -> None:
         assert first.stdout is not None
         assert first.stdout.readline() == "late\n"
         others = psutil.Process(first.pid).children()
-        # Rank 0 waits in its last function by now, or will hear of it on the way there.
+        # An interpreter that is ending swallows Ctrl-C, until rank 0 has begun to wait.
+        while catches(first.pid, signal.SIGINT):
+            time.sleep(0.05)
         first.send_signal(signal.SIGINT)
         assert first.wait(60 * PATIENCE) != 0
     assert len(others) == 1
     wait_for_ends([other.pid for other in others])
 
 
-def test_the_others_do_not_outlive_rank_0_by_much() -> None:
-    program = LINGERING.replace("PATIENCE", "own_ranks._PATIENCE_S = 1.0")
-    done = run_command([sys.executable, "-c", program])
-    assert done.returncode == 1
-    assert "rank 0 has ended, 1 s ago; ranks [1]" in done.stderr
+def test_the_others_are_waited_for_without_a_limit() -> None:
+    """For longer than the grace that they would have after a failure."""
+    program = LINGERING.replace("PATIENCE", "own_ranks._GRACE_S = 0.1")
+    done = run_command([sys.executable, "-c", program.replace("sleep(600)", "sleep(1)")])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "late\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "end", everyday("sys.exit(3)", thorough=("raise SystemExit(3)", "exit(3)"))
+)
+def test_the_others_end_soon_where_rank_0_ends_badly(end: str) -> None:
+    program = LINGERING.replace("PATIENCE", "own_ranks._GRACE_S = 0.1") + f"else: {end}"
+    done = run_command([sys.executable, "-c", "import sys\n" + program])
+    assert done.returncode == 3
+    assert "rank 0 has ended with status 3; rank 1 (pid " in done.stderr
 
 
 def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
