@@ -100,17 +100,21 @@ def lag(folder: str) -> None:
     with pydist.monitor(folder, model=model, every=2) as monitor:
         for _ in range(4):
             if pydist.rank() == 1:
-                time.sleep(0.05)  # work that takes a known time
+                time.sleep(0.2)  # work that takes a known time
             model(torch.ones(1, 2)).sum().backward()
             monitor.step(samples=1)
 
 
 def test_the_slow_rank_is_told_and_who_waits_for_it(tmp_path: Path) -> None:
     run_ranks(lag, 2, str(tmp_path / "a"))
-    for line in lines_of(tmp_path / "a"):
-        lags, waiting = line["ranks"]["lag_s"], line["ranks"]["waiting_share"]
-        assert lags[0] == 0 < lags[1]
-        assert waiting[0] > waiting[1]
+    told = [line["ranks"] for line in lines_of(tmp_path / "a")]
+    # Of all steps together: on a busy machine rank 0 may be the late one in any of them.
+    lags, waiting = (
+        [sum(ranks[key][rank] for ranks in told) for rank in range(2)]
+        for key in ("lag_s", "waiting_share")
+    )
+    assert lags[0] < lags[1]
+    assert waiting[0] > waiting[1]
 
 
 @pytest.mark.parametrize("counts", [[8, 2], [8, 0], [4, 8]])

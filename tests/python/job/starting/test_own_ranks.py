@@ -44,6 +44,7 @@ def test_a_script_with_arguments(script: Path) -> None:
     assert told(run_command([sys.executable, str(script), "--lr", "0.1"])) == TOLD
 
 
+@pytest.mark.thorough
 def test_flags_of_the_interpreter_are_kept(script: Path) -> None:
     tell = "print(f'rank {sys.flags.dev_mode} {sys.flags.optimize}\\n', end='', flush=True)"
     script.write_text(PROGRAM + tell)
@@ -56,6 +57,7 @@ def test_a_module(script: Path) -> None:
     assert told(run_command(command)) == TOLD
 
 
+@pytest.mark.thorough
 def test_a_package(script: Path) -> None:
     package = script.parent / "package"
     package.mkdir()
@@ -64,6 +66,7 @@ def test_a_package(script: Path) -> None:
     assert told(run_command(command)) == TOLD
 
 
+@pytest.mark.thorough
 def test_a_folder(script: Path) -> None:
     script.rename(script.parent / "__main__.py")
     assert told(run_command([sys.executable, str(script.parent), "--lr", "0.1"])) == TOLD
@@ -132,6 +135,7 @@ def test_the_others_read_the_configuration_by_themselves(script: Path) -> None:
     assert told(run_command([sys.executable, str(script)], env=env)) == ["rank 77.0"] * 2
 
 
+@pytest.mark.thorough
 def test_a_text() -> None:
     assert told(run_command([sys.executable, "-c", PROGRAM, "--lr", "0.1"])) == TOLD
 
@@ -142,6 +146,7 @@ def test_a_script_that_goes_elsewhere_first(script: Path) -> None:
     assert told(run_command(command)) == TOLD
 
 
+@pytest.mark.thorough
 def test_a_debugger_stays_in_rank_0(script: Path) -> None:
     break_at = script.read_text().splitlines().index("pydist.init(processes=3)") + 2
     command = [sys.executable, "-m", "pdb", "-c", f"break {break_at}", "-c", "continue"]
@@ -167,21 +172,32 @@ def test_what_is_no_script_is_refused(script: Path) -> None:
     assert "pydist.spawn starts ranks there" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ("init(processes=0)", "processes=0 is not valid"),
-        ("init(processes=True)", "processes=True is not valid"),
-        ("init(gpus='x')", "gpus='x'"),
-        ("init(); pydist.init(processes=2)", "the job runs with 1 rank(s) already"),
-        ("init(); pydist.init(gpus=2)", "the job runs without gpus= already, so gpus=2"),
-        ("init(gpus=0); pydist.init(gpus=[]); pydist.init(gpus=[1])", "with gpus=0 already, so"),
-    ],
-)
-def test_what_can_not_be_is_refused(call: str, message: str) -> None:
-    done = run_command([sys.executable, "-c", f"import pydist; pydist.{call}"])
-    assert done.returncode != 0
-    assert message in done.stderr
+REFUSED = {
+    "pydist.init(processes=0)": "processes=0 is not valid",
+    "pydist.init(processes=True)": "processes=True is not valid",
+    "pydist.init(gpus='x')": "gpus='x'",
+    "pydist.init(); pydist.init(processes=2)": "the job runs with 1 rank(s) already",
+    "pydist.init(); pydist.init(gpus=2)": "the job runs without gpus= already, so gpus=2",
+    "pydist.init(gpus=0); pydist.init(gpus=[]); pydist.init(gpus=[1])": "with gpus=0 already, so",
+}
+
+
+def test_what_can_not_be_is_refused() -> None:
+    program = f"""
+import pydist
+
+for call in {list(REFUSED)}:
+    try:
+        exec(call)
+    except pydist.InvalidUsage as error:
+        print(f"{{call}} -> {{error}}".replace("\\n", " "))
+    pydist.shutdown()
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert done.returncode == 0, done.stderr
+    for line, (call, message) in zip(done.stdout.splitlines(), REFUSED.items(), strict=True):
+        assert line.startswith(f"{call} -> ")
+        assert message in line
 
 
 def test_no_gpus_and_one_process_start_nothing() -> None:
@@ -215,11 +231,15 @@ WAITS, COMPUTES = "pydist.barrier()", "time.sleep(600)"
 @pytest.mark.parametrize(
     "case",
     everyday(
-        (0, RAISES, WAITS),
         (0, RAISES, COMPUTES),
         (2, IS_KILLED, WAITS),
-        (2, ENDS, COMPUTES),
-        thorough=((0, IS_KILLED, COMPUTES), (2, RAISES, WAITS), (2, RAISES, COMPUTES)),
+        thorough=(
+            (0, RAISES, WAITS),
+            (0, IS_KILLED, COMPUTES),
+            (2, ENDS, COMPUTES),
+            (2, RAISES, WAITS),
+            (2, RAISES, COMPUTES),
+        ),
     ),
 )
 def test_all_end_when_one_fails(case: tuple[int, str, str]) -> None:
@@ -241,7 +261,7 @@ def wait_for_ends(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", everyday(signal.SIGKILL, signal.SIGINT, thorough=(signal.SIGTERM,))
+    "number", everyday(signal.SIGKILL, thorough=(signal.SIGINT, signal.SIGTERM))
 )
 def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
     program = (
