@@ -1,10 +1,13 @@
 """Lightning's Trainer on pydist, beside its own DDP on gloo."""
 
+import contextlib
 import importlib
 import importlib.util
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning_runs as runs
 import pytest
@@ -12,6 +15,8 @@ import torch
 import toy_training as toy
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
+
+from pydist import _native
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -217,6 +222,43 @@ def test_ranks_that_log_the_same_names_get_the_means(two: Ranks, on_step: bool) 
     names = ["loss", "accuracy"]
     for means in two.run(logged, [names, names], on_step, timeout=LIMIT_S):
         assert means == {"loss": 0.5, "accuracy": 10.5}
+
+
+def counted(names: list[str], on_step: bool) -> dict[str, int]:
+    """How many operations of each kind a training takes that logs some names."""
+    counts: Counter[str] = Counter()
+
+    def counting(owner: Any, name: str) -> Any:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[f"{owner.__name__}.{name}"] += 1
+            return original(*args, **kwargs)
+
+        return mock.patch.object(owner, name, call)
+
+    with contextlib.ExitStack() as patches:
+        for name in ("all_gather", "all_reduce", "barrier", "broadcast"):
+            patches.enter_context(counting(_native.Communicator, name))
+            patches.enter_context(counting(torch.distributed, name))
+        logged([names, names], on_step)
+    return dict(counts)
+
+
+# Of the two epochs of three steps, whose means take the sum of the values and that of the weights.
+@pytest.mark.parametrize(("on_step", "collectives"), [(True, 6), (False, 4)])
+def test_a_logged_mean_takes_at_most_two_collectives_and_no_barrier(
+    two: Ranks, on_step: bool, collectives: int
+) -> None:
+    counts, without = (
+        two.run(counted, names, on_step, timeout=LIMIT_S) for names in (["loss"], [])
+    )
+    for own, plain in zip(counts, without, strict=True):
+        more = Counter(own)
+        more.subtract(plain)
+        assert {name: count for name, count in more.items() if count} == {
+            "Communicator.all_gather": collectives
+        }
 
 
 @pytest.mark.parametrize("on_step", [True, False], ids=["step", "epoch"])
