@@ -177,14 +177,14 @@ test-torch:  ## make test-all with another torch: TORCH=2.11.0
 	@[ -n "$(TORCH)" ] || { echo "Say which torch to test with: make test-torch TORCH=2.11.0" >&2; exit 1; }
 	$(MAKE) OUT=build/torch-$(TORCH) VENV=build/torch-$(TORCH)/venv TORCH_SPEC=torch==$(TORCH) test-all
 
-# Each in an environment and a build folder of its own: the newest frameworks, and the oldest that are
-# supported.
+# Each in an environment and a build folder of its own, without the C++ tests: the newest frameworks,
+# and the oldest that are supported.
 .PHONY: test-frameworks
 test-frameworks: test-frameworks-newest test-frameworks-oldest  ## pydist under training frameworks: the newest, and the oldest supported
 
 .PHONY: test-frameworks-newest test-frameworks-oldest
 test-frameworks-newest test-frameworks-oldest: test-frameworks-%:
-	$(MAKE) OUT=build/frameworks/$* VENV=build/frameworks/$*/venv \
+	$(MAKE) OUT=build/frameworks/$* VENV=build/frameworks/$*/venv GTEST=OFF \
 	  FRAMEWORKS=tests/frameworks/$*.txt run-frameworks
 
 .PHONY: run-frameworks
