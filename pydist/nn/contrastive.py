@@ -133,7 +133,7 @@ class _BlockLoss(torch.autograd.Function):
             block = _Block(first, second, scale, communicator, rows)
             loss = block.loss()
             if records is not None:
-                ctx.save_for_backward(*block.gradients())
+                ctx.save_for_backward(*block.gradients(), first, second, scale)
         return loss
 
     @staticmethod
@@ -143,14 +143,14 @@ class _BlockLoss(torch.autograd.Function):
         # scale gets its share of that on every rank.
         told = tell(communicator, "contrastive_loss", [gradient.item()])
         total = sum(values[0] for values in told)
-        of_first, of_second, of_scale = ctx.saved_tensors
+        of_first, of_second, of_scale, *inputs = ctx.saved_tensors
         with torch.no_grad():
             own = (
                 (of_first * total).to(ctx.dtype),
                 (of_second * total).to(ctx.dtype),
                 of_scale * (total / communicator.size),
             )
-        once = (differentiable_once(each, "contrastive_loss") for each in own)
+        once = (differentiable_once(each, "contrastive_loss", *inputs) for each in own)
         return *once, None, None, None
 
 

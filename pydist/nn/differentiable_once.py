@@ -15,22 +15,26 @@ from pydist.errors import InvalidUsage
 from pydist.nn.agreement import anchor
 
 
-def differentiable_once(gradient: Tensor, call: str) -> Tensor:
+def differentiable_once(gradient: Tensor, call: str, *inputs: Tensor) -> Tensor:
     """A gradient whose own backward raises, for backward to return.
 
     Args:
         gradient: Computed without a graph.
         call: The public function's name.
+        *inputs: Of that call. `torch.autograd.grad` looks at what leads to the tensors it is asked
+            about alone, so the way to each of these leads through what raises.
     """
     if not torch.is_grad_enabled():
         return gradient
-    refusing: Tensor = _Refuse.apply(gradient.detach(), anchor(True), call)  # type: ignore[no-untyped-call]
+    refusing: Tensor = _Refuse.apply(  # type: ignore[no-untyped-call]
+        gradient.detach(), call, anchor(True), *inputs
+    )
     return refusing
 
 
 class _Refuse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradient: Tensor, _: Tensor, call: str) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, call: str, *_: Tensor) -> Tensor:
         ctx.call = call
         return gradient.view_as(gradient)
 

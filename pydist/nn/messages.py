@@ -143,7 +143,7 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, communicator: Communicator, dst: int, tag: int) -> Tensor:
         ctx.communicator, ctx.dst, ctx.tag = communicator, dst, tag
-        ctx.shape, ctx.dtype, ctx.device = tensor.shape, tensor.dtype, tensor.device
+        ctx.save_for_backward(tensor)
         head = _head(tensor, ctx.needs_input_grad[0])
         communicator.send(head, dst, tag, label="pydist.nn.send")
         communicator.send(tensor.contiguous(), dst, tag, label="pydist.nn.send")
@@ -151,10 +151,11 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
+        (tensor,) = ctx.saved_tensors
+        gradient = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         label = "backward of pydist.nn.send"
         ctx.communicator.recv(gradient, ctx.dst, ctx.tag, label=label)
-        return differentiable_once(gradient, "send"), None, None, None
+        return differentiable_once(gradient, "send", tensor), None, None, None
 
 
 class _Receive(torch.autograd.Function):

@@ -80,6 +80,8 @@ def edges() -> None:
     (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
     with pytest.raises(pydist.InvalidUsage, match="contrastive_loss can't be differentiated twice"):
         gradient.sum().backward()
+    with pytest.raises(pydist.InvalidUsage, match="contrastive_loss can't be differentiated twice"):
+        torch.autograd.grad(gradient.sum(), leaf, allow_unused=True)
     assert size == pydist.world_size()
 
 
