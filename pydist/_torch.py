@@ -157,6 +157,7 @@ LATER_NAMES: dict[str, dict[str, str]] = {
     },
     "a function that is not to be compiled": {
         "_torchdynamo_disable": "the mark that torch.compiler.disable leaves, without dynamo",
+        "_torchdynamo_disable_msg": "the reason that it gives",
     },
     "a compiled module": {
         "_orig_mod": "the module in it, which has no public name",
@@ -553,9 +554,14 @@ def runs_uncompiled_throughout(function: _Function) -> _Function:
     return _left_alone(function, _eval_frame._FrameAction.SKIP)
 
 
+# What torch.compile(fullgraph=True) says where it comes upon one.
+_WHY_UNCOMPILED = "pydist talks to other ranks there, between compiled graphs: leave out fullgraph"
+
+
 def _left_alone(function: _Function, what_it_calls: Any) -> _Function:
     # The first is for those who would inline it, the second for when it runs.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _WHY_UNCOMPILED  # type: ignore[attr-defined]
     strategy = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, what_it_calls)
     _eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function
