@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <map>
+#include <system_error>
 
 #include "base/error.h"
 
@@ -52,6 +53,9 @@ std::shared_ptr<Timeline> Timeline::open(const std::string& path, int rank) {
 
 Timeline::Timeline(const std::string& path, int rank) : rank_(rank) {
   const std::string name = path_of_rank(path, rank);
+  // Where the folder can't be made, the file says why.
+  std::error_code ignored;
+  std::filesystem::create_directories(std::filesystem::path(name).parent_path(), ignored);
   file_ = std::fopen(name.c_str(), "w");
   if (file_ == nullptr) {
     throw InvalidUsage(

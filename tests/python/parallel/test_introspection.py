@@ -81,9 +81,10 @@ def train_two() -> None:
 
 
 def test_several_models_share_a_trace(tmp_path: Path) -> None:
-    with Ranks(2, {"PYDIST_TIMELINE": str(tmp_path / "trace.json")}) as ranks:
+    folder = tmp_path / "made"  # by the first that writes there
+    with Ranks(2, {"PYDIST_TIMELINE": str(folder / "trace.json")}) as ranks:
         ranks.run(train_two, timeout=LIMIT_S)
-    events = json.loads((tmp_path / "trace.rank1.json").read_text())
+    events = json.loads((folder / "trace.rank1.json").read_text())
     backward = [event for event in events if event.get("name") == "backward"]
     assert len(backward) == 4
     assert len({event["tid"] for event in backward}) == 2
@@ -98,7 +99,8 @@ def open_badly() -> None:
 
 
 def test_a_trace_that_cannot_be_written(tmp_path: Path) -> None:
-    with Ranks(2, {"PYDIST_TIMELINE": str(tmp_path / "missing" / "trace.json")}) as ranks:
+    (tmp_path / "file").touch()
+    with Ranks(2, {"PYDIST_TIMELINE": str(tmp_path / "file" / "trace.json")}) as ranks:
         ranks.run(open_badly, timeout=LIMIT_S)
 
 
