@@ -314,6 +314,11 @@ class ShardedOptimizer(Optimizer):
         """The class that updates the shards."""
         return self._class
 
+    @property
+    def stage(self) -> int:
+        """What is sharded: 1, the optimizer's state; 2, gradients as well."""
+        return self._layout.stage
+
     def _prototype(self, param_groups: list[dict[str, Any]]) -> Optimizer:
         """The wrapped class over nothing: checks options, and has all of them."""
         for group in param_groups:

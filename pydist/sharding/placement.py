@@ -58,6 +58,7 @@ class ShardedLayout:
         gradients: This rank's parts of their gradients, with where they begin.
         number: The optimizer's, among those of the model.
         copies: The memory of buckets, where all ranks map the same.
+        stage: Of the optimizer.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class ShardedLayout:
         self._communicator = communicator
         self._wrapper = wrapper
         self._owner = owner
-        self._stage = stage
+        self.stage = stage
         self._with_masters = with_masters
         self._is_one_copy = is_one_copy
         self._seen_shardings = -1
@@ -314,7 +315,7 @@ class ShardedLayout:
         if present:
             reducer.shard(
                 self.number,
-                self._stage,
+                self.stage,
                 [slots[id(self.parameters[index])] for index in present],
                 [self.shown[index] for index in present],
             )

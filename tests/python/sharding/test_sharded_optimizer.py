@@ -73,6 +73,7 @@ def train_long() -> None:
             **options,
             **own,
         )
+        assert ours.stage == 1 + number % 2
         theirs = kind(reference.parameters(), **options)
         losses: tuple[list[Tensor], list[Tensor]] = ([], [])
         for step in range(50):
