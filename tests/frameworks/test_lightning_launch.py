@@ -21,13 +21,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 LIMIT_S = 100.0
 
 
-def lines_of(*arguments: str) -> list[str]:
-    """What the ranks of a program have said, in their order."""
+def lines_of(*arguments: str, begin: str = "rank ") -> list[str]:
+    """What the ranks of a program have said, in their order: lines that begin so."""
     path = ":".join(filter(None, sys.path))
     command = [sys.executable, *arguments]
     ended = run_command(command, env={"PYTHONPATH": path}, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr
-    return sorted(line for line in ended.stdout.splitlines() if line.startswith("rank "))
+    return sorted(line for line in ended.stdout.splitlines() if line.startswith(begin))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,12 @@ def test_a_program_starts_its_processes(strategy: str, devices: str) -> None:
     assert lines_of(str(PROGRAM), strategy, devices) == [
         f"rank {rank} of 2 in DataParallel by LightningEnvironment" for rank in range(2)
     ]
+
+
+def test_a_program_with_another_strategy_has_the_same_losses() -> None:
+    ours = lines_of(str(PROGRAM), "pydist", "2", begin="loss ")
+    assert len(ours) == 6
+    assert ours == lines_of(str(PROGRAM), "ddp", "2", begin="loss ")
 
 
 @pytest.mark.parametrize("devices", ["2", "auto"])

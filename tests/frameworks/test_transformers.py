@@ -1,13 +1,14 @@
 """Transformers' Trainer on pydist, beside its own DDP on gloo."""
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import Ranks, rank_outcomes, run_ranks
+from launch import Ranks, rank_outcomes, run_command, run_ranks
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
@@ -24,6 +25,26 @@ pytestmark = pytest.mark.timeout(240)
 def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
+
+
+def told(whose: str) -> list[float]:
+    """The losses that the program says under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = str(Path(__file__).with_name("transformers_program.py"))
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    ended = run_command(
+        [sys.executable, *launcher, program, whose], env=environment, timeout=LIMIT_S
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split() for line in ended.stdout.splitlines() if line.startswith("loss ")]
+    return [float(value) for _, value in lines]
+
+
+def test_a_script_with_one_import_changed_has_the_same_losses() -> None:
+    ours = told("ours")
+    assert len(ours) == 8
+    # Transformers rounds to four digits what it logs.
+    assert ours == pytest.approx(told("stock"), abs=1.01e-4)
 
 
 @pytest.mark.parametrize(
