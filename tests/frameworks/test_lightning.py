@@ -106,11 +106,11 @@ def test_ranks_decide_and_gather_as_on_ddp(two: Ranks) -> None:
 
 
 @toy.leaving()
-def validated(length: int) -> tuple[float, float, list[int]]:
+def evaluated(method: str, length: int) -> tuple[float, float, list[int]]:
     """The mean over ranks, that of one process over all samples, and this rank's samples."""
     trainer = runs.trainer_of("lightning", "pydist", 2)
     model = runs.regression("lightning", length, batch_size=2)
-    (results,) = trainer.test(model, verbose=False)
+    (results,) = getattr(trainer, method)(model, verbose=False)
     points = [toy.Points(length)[index] for index in range(length)]
     _, inputs, targets = (torch.stack(column) for column in zip(*points, strict=True))
     with torch.no_grad():
@@ -118,8 +118,9 @@ def validated(length: int) -> tuple[float, float, list[int]]:
     return results["val_loss"], float(whole), model.seen_outside
 
 
-def test_testing_counts_every_sample_once_over_uneven_shares(two: Ranks) -> None:
-    outcomes = two.run(validated, 7, timeout=LIMIT_S)
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_every_sample_counts_once_over_uneven_shares(two: Ranks, method: str) -> None:
+    outcomes = two.run(evaluated, method, 7, timeout=LIMIT_S)
     assert sorted(number for *_, seen in outcomes for number in seen) == list(range(7))
     for mean, whole, _ in outcomes:
         assert mean == pytest.approx(whole, rel=1e-6)
