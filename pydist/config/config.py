@@ -20,6 +20,14 @@ from pydist.errors import InvalidUsage
 # The source of what the program itself says.
 ARGUMENT = "argument"
 
+# By these a configuration is known that was written for DeepSpeed: each of them has one.
+_OF_DEEPSPEED_ALONE = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "zero_optimization",
+}
+
 
 class Config:
     """How training is set up: the engine, the wrapper, the optimizer, the loader, and the steps.
@@ -153,6 +161,10 @@ class Config:
         if not isinstance(tables, Mapping):
             raise InvalidUsage(f"a configuration is a dict of sections, and this is {tables!r}")
         where = "pydist.Config" if source == ARGUMENT else source
+        if not _OF_DEEPSPEED_ALONE.isdisjoint(tables):
+            raise InvalidUsage(
+                f"{where}: this is DeepSpeed's configuration: pydist.Config.from_deepspeed reads it"
+            )
         for section, table in tables.items():
             require_section(section, where)
             if not isinstance(table, Mapping):

@@ -201,3 +201,11 @@ def test_what_only_makes_it_faster_or_talkative_is_named_in_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"steps_per_print, zero_optimization.overlap_comm"):
         config = Config.from_deepspeed(given)
     assert config["optimizer"] == {"stage": 1}
+
+
+def test_a_file_of_deepspeeds_that_is_given_as_pydists(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text('{"optimizer": {"type": "Adam"}, "train_batch_size": 8}')
+    with pytest.raises(InvalidUsage, match=r"ds\.json: .*Config\.from_deepspeed reads it"):
+        Config.from_file(file)
+    assert Config.from_deepspeed(file)["training"] == {"batch_size": 8}
