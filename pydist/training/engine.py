@@ -15,10 +15,13 @@ from pydist.training.clipping import clip_gradients
 class Engine(DataParallel):
     """What `pydist.initialize` makes of a model: a `pydist.DataParallel` that also steps.
 
-    Gradients of `accumulation_steps` backwards are averaged, over them and over the ranks, and
-    travel once. `backward` and `step` are called once for each batch, as with DeepSpeed; a step
-    that is not due yet does nothing. Batches are counted over the ends of epochs: the last ones of
-    an epoch, where they are fewer than a step takes, are the first ones of the next step.
+    Gradients of `accumulation_steps` backwards are averaged, over them and over the ranks.
+    `backward` and `step` are called once for each batch, as with DeepSpeed; a step that is not due
+    yet does nothing. Batches are counted over the ends of epochs: the last ones of an epoch, where
+    they are fewer than a step takes, are the first ones of the next step.
+
+    The gradients of a step travel once, with its last backward. Forwards may run ahead of the
+    backwards before them; a step's gradients may then travel more than once.
 
     Attributes:
         optimizer: Updates the parameters. A copy of the model has none, and can't step; a pickle is
@@ -48,12 +51,10 @@ class Engine(DataParallel):
     # Backwards since the last step that was made, and whether one of them still waits for step().
     _backwards: int = 0
     _is_step_expected: bool = False
-    # Whether the last forward was one whose backward averages.
-    _last_forward_averages: bool = True
 
     _own_names = DataParallel._own_names | {
         *("optimizer", "lr_scheduler", "accumulation_steps", "clip_grad_norm", "global_steps"),
-        *("_backwards", "_is_step_expected", "_last_forward_averages"),
+        *("_backwards", "_is_step_expected"),
     }
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -65,8 +66,7 @@ class Engine(DataParallel):
         """Runs the module's forward; only the last backward of a step averages over the ranks."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        self._last_forward_averages = self.is_gradient_accumulation_boundary()
-        with self.no_sync(enabled=not self._last_forward_averages):
+        with self.no_sync(enabled=not self.is_gradient_accumulation_boundary()):
             return super().forward(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> Tensor:
@@ -85,13 +85,19 @@ class Engine(DataParallel):
             raise InvalidUsage("backward() was called twice: call step() after each backward()")
         part = loss / self.accumulation_steps
         is_last = self.is_gradient_accumulation_boundary()
+        round_before = self._round()
         part.backward()
-        if is_last and not self._last_forward_averages:
-            # Its forward ran ahead of the backwards before it, when it was not the last one yet.
+        if is_last and self._round() == round_before:
+            # Nothing was averaged: the loss's forward ran ahead of the backwards before it, when it
+            # was not known to be the last one. Rounds are the same on all ranks, so all sync.
             self.sync_gradients()
         self._backwards += 1
         self._is_step_expected = True
         return part.detach()
+
+    def _round(self) -> int:
+        """How many times the ranks have averaged gradients of this model."""
+        return 0 if self._working_reducer is None else self._working_reducer.round
 
     def step(self) -> None:
         """Where enough gradients are there: clips, updates, schedules, and sets them to zero.

@@ -96,6 +96,7 @@ def initialize(
     if dtype is not None:
         model.to(getattr(torch, dtype))
     engine = Engine(model)
+    engine.expect_any_order()  # forwards may run ahead; the program has written no no_sync()
     engine.accumulation_steps = sizes.accumulation_steps
     engine.clip_grad_norm = clip_grad_norm
     engine.optimizer = _optimizer(engine, optimizer, choice, stage)

@@ -139,34 +139,6 @@ def test_accumulated_gradients_travel_once() -> None:
     assert run_ranks(rounds, 2, {"training": {"accumulation_steps": 4}}) == [3, 3]
 
 
-def forwards_first(steps: int, ahead: int, stage: int) -> list[Tensor]:
-    """Runs so many forwards before their backwards."""
-    config: Any = {
-        "training": {"accumulation_steps": steps, "clip_grad_norm": 0.1},
-        "optimizer": {"stage": stage},
-    }
-    engine, *_ = pydist.initialize(network(), adamw, config=config)
-    half = DataLoader(TensorDataset(*data()[pydist.rank() :: 2]), batch_size=2)
-    batches = list(half)
-    for begin in range(0, len(batches), ahead):
-        losses = [nn.functional.mse_loss(engine(x), y) for x, y in batches[begin : begin + ahead]]
-        for loss in losses:
-            engine.backward(loss)
-            engine.step()
-    assert engine.global_steps == len(batches) // steps
-    return [p.detach().clone() for p in engine.parameters()]
-
-
-@pytest.mark.parametrize("stage", everyday(0, 2, thorough=(1,)))
-def test_forwards_may_run_ahead_of_their_backwards(stage: int) -> None:
-    with Ranks(2) as ranks:
-        in_turn = ranks.run(forwards_first, 2, 1, stage)
-        ahead = ranks.run(forwards_first, 2, 2, stage)
-    for found, wanted in zip(ahead[0], in_turn[0], strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    assert all(map(torch.equal, *ahead))
-
-
 def over_epochs() -> tuple[list[int], list[Tensor]]:
     """Three batches an epoch, and two to a step."""
     engine, *_ = pydist.initialize(network(), adamw, config={"training": {"accumulation_steps": 2}})
