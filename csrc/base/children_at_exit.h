@@ -8,7 +8,15 @@
 // - After a status of 0 the process waits without a limit. Once a child ends badly, the others get
 //   a grace to end by themselves, then SIGTERM, and after another grace SIGKILL; the process ends
 //   with that child's status.
-// - After any other status the grace begins at once.
+// - After any other status the grace begins at once. Children that fail from then on do so because
+//   of this process, so they are not blamed.
+//
+// Until exit() comes that far, a thread watches the children. Once one of them has ended badly, the
+// process has the same grace for the rest of its exit functions before it gets these signals
+// itself.
+//
+// A child that somebody else has waited for counts as one that ended well: its status is lost.
+// Children that survive SIGKILL for a third grace, in the kernel, are left behind.
 //
 // Signals do then what they did before. A child that is to end with the process has asked the
 // kernel for that.
@@ -37,6 +45,6 @@ struct EarlierFailure {
 // To be called once at most, by the process that has these children, late in its life: where a
 // child ended badly, it ends with that status, and what was registered before runs no more.
 void wait_for_children_at_exit(std::vector<Child> children, std::chrono::milliseconds grace,
-                               EarlierFailure earlier);
+                               const EarlierFailure& earlier);
 
 }  // namespace pydist

@@ -116,14 +116,29 @@ def process_count(chosen: tuple[str, ...], asked: int | None, gpus: str, process
     )
 
 
-def is_same_choice(gpus: Gpus, others: Gpus) -> bool:
-    """Whether two wishes are for the same GPUs, however they are written.
+@dataclass(frozen=True)
+class Choice:
+    """What a program has asked for, and what it got of the GPUs that were visible then."""
 
-    Raises:
-        InvalidUsage: one has none of the forms.
-    """
-    one, other = _parse(gpus, "gpus="), _parse(others, "gpus=")
-    return replace(one, text="") == replace(other, text="")
+    asked: Gpus
+    entries: tuple[str, ...]
+    visible: tuple[str, ...]
+
+    def is_of(self, gpus: Gpus) -> bool:
+        """Whether another wish is for the same GPUs, however it is written.
+
+        Raises:
+            InvalidUsage: it has none of the forms.
+        """
+        wish = _parse(gpus, "gpus=")
+        if replace(wish, text="") == replace(_parse(self.asked, "gpus="), text=""):
+            return True
+        if wish.is_idle:  # which are idle has changed since
+            return False
+        try:
+            return choose_gpus(gpus, visible=lambda: self.visible) == self.entries
+        except InvalidUsage:
+            return False  # there are no such GPUs
 
 
 def gpu_variables(chosen: tuple[str, ...]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from pydist import _native, errors
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from pydist.gpu.selection import Gpus
+    from pydist.gpu.selection import Choice, Gpus
     from pydist.job.backend_choice import Agreement
     from pydist.job.meeting.backend_agreement import HopeOf
 
@@ -93,7 +93,7 @@ class Job:
         pid: The process that made it. A forked child has it in memory and can't use or close it.
         agreement: What its ranks have agreed on; None before they have met.
         membership: What this process is in it; None before it has joined.
-        asked_gpus: What the program has asked for when it joined.
+        gpus: Those that the program has chosen when it joined; None: it has not, or a launcher has.
         world: The communicator of all ranks.
         bootstrapped: Communicators for groups of other backends.
         split: Those split off others.
@@ -118,7 +118,7 @@ class Job:
         self.pid = os.getpid()
         self.agreement: Agreement | None = None
         self.membership: Membership | None = None
-        self.asked_gpus: Gpus | None = None
+        self.gpus: Choice | None = None
         self.world = _not_joined
         self.bootstrapped: WeakKeyDictionary[dist.ProcessGroup, _native.Communicator] = (
             WeakKeyDictionary()
@@ -159,6 +159,9 @@ job = Job()
 # What runs in threads on communicators of a job is finished by these before it closes.
 before_closing: list[Callable[[], None]] = []
 
+# Called when the program has ended, before its rank leaves the job at exit.
+before_leaving_at_exit: list[Callable[[], object]] = []
+
 # What has waited for ranks that are lost is given up by these, where the survivors go on.
 before_going_on: list[Callable[[], None]] = []
 
@@ -172,6 +175,22 @@ def mine() -> Job:
         _take(Job())
     atexit.register(_close_at_exit)
     return job
+
+
+def note_program_end() -> None:
+    """At exit: ranks that still wait for this one read that its program has ended."""
+    for call in before_leaving_at_exit:
+        call()
+    _native.note_program_end()
+
+
+def start_own_ranks(processes: int | None, gpus: Gpus | None) -> Choice | None:
+    """Starts the other ranks where the program asks for some; see `own_ranks`."""
+    if processes is None and gpus is None:
+        return None
+    from pydist.job import own_ranks  # not at import: few need it
+
+    return own_ranks.start_own_ranks(processes, gpus)
 
 
 def replace(

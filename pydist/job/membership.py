@@ -84,7 +84,8 @@ def init(
         config: a `pydist.Config`, a dict of its sections, or a file that has them: in force until
             `shutdown`. A later call may bring more of it, but not for the engine.
         processes: how many ranks, this one among them; under a launcher the number that it has
-            started. By default one for each of `gpus`.
+            started. By default one for each of `gpus`. What rank 0 cleans up at exit goes while
+            others may still run: end with `pydist.barrier()` where they need it.
         gpus: the GPUs that the ranks see, as for `pydist.spawn`; under a launcher it chooses them.
 
     Raises:
@@ -114,16 +115,13 @@ def init(
         if is_initialized():
             require_same(_joined(), backend, wait, processes, gpus, configuration)
             return
-        if processes is not None or gpus is not None:
-            from pydist.job.own_ranks import start_own_ranks  # not at import: few need it
-
-            start_own_ranks(processes, gpus)
+        chosen = current.start_own_ranks(processes, gpus)
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
         with in_force.entering(configuration), entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
-            current.job.asked_gpus = gpus
+            current.job.gpus = chosen
         past.note(member, backend)
         if member.rank == 0:
             for name, nearest in unknown_variables():
@@ -361,8 +359,7 @@ def shutdown() -> None:
 
 
 def _leave_at_exit() -> None:
-    """At exit: ranks that still wait for this one read that its program has ended."""
-    _native.note_program_end()
+    current.note_program_end()
     shutdown()
 
 

@@ -27,6 +27,8 @@ from pydist import _native
 from pydist.config import in_force
 from pydist.errors import InvalidUsage
 from pydist.gpu import selection
+from pydist.gpu.visible import visible_gpus
+from pydist.job import current
 from pydist.job.launchers import read_placement
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.processes import folder_at_import
@@ -53,6 +55,8 @@ class _Others:
     watcher: threading.Thread | None = None
     # The program has ended, and the watcher's part is over.
     is_handed_over: threading.Event = field(default_factory=threading.Event)
+    # Then: the ranks that still ran, and those that had failed. None: it has not ended.
+    at_end: tuple[list[int], list[int]] | None = None
 
     def running(self) -> list[int]:
         return [i + 1 for i, each in enumerate(self.processes) if each.poll() is None]
@@ -64,7 +68,14 @@ class _Others:
 _others: _Others | None = None
 
 
-def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> None:
+def has_started_ranks() -> bool:
+    """Whether this process is rank 0 and has started the others."""
+    return _others is not None and os.getpid() == _others.pid
+
+
+def start_own_ranks(
+    processes: int | None, gpus: "selection.Gpus | None"
+) -> "selection.Choice | None":
     """Starts this script again for all ranks but the first, which this process becomes.
 
     Does nothing in those, nor where a launcher has started as many.
@@ -72,6 +83,9 @@ def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> Non
     Args:
         processes: How many ranks; None: one for each of `gpus`.
         gpus: As for `pydist.spawn`; None: whichever are visible.
+
+    Returns:
+        What was chosen for `gpus`; None where that is None, or a launcher's matter.
 
     Raises:
         InvalidUsage: `processes` is less than 1, or another number than a launcher's; there are no
@@ -89,10 +103,12 @@ def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> Non
                 f"that there are {placement.world_size}: leave processes= out under a launcher, or "
                 "start the script without one."
             )
-        return
+        return None
+    choice = None
     variables: dict[str, str] = {}
     if gpus is not None:
         chosen = selection.choose_gpus(gpus)
+        choice = selection.Choice(gpus, chosen, visible_gpus() if chosen else ())
         variables = selection.gpu_variables(chosen)
         if chosen:
             if torch.cuda.is_initialized():
@@ -104,9 +120,9 @@ def start_own_ranks(processes: int | None, gpus: "selection.Gpus | None") -> Non
                 chosen, processes, f"gpus={gpus!r}", f"processes={processes}"
             )
     os.environ.update(variables)
-    if processes is None or processes == 1:
-        return
-    _start(processes, _own_command())
+    if processes is not None and processes > 1:
+        _start(processes, _own_command())
+    return choice
 
 
 def _start(count: int, command: Sequence[str]) -> None:
@@ -149,6 +165,7 @@ def _start(count: int, command: Sequence[str]) -> None:
     _others = others
     # Before what leaves the job at exit is registered, so that it comes after that.
     atexit.register(_at_exit)
+    current.before_leaving_at_exit.append(_at_end_of_program)
     others.watcher = threading.Thread(
         target=_watch, args=(others,), name="pydist-ranks", daemon=True
     )
@@ -205,22 +222,22 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
                 flags.append(arguments[at])
                 at += 1
             continue
-        kept = "-"
+        short_flags = "-"
         for place, letter in enumerate(word[1:], 1):
             value = word[place + 1 :]
             if letter in "cm":
-                flags += [kept] if kept != "-" else []
+                flags += [short_flags] if short_flags != "-" else []
                 return flags, f"-{letter}", [*([value] if value else []), *arguments[at:]]
             if letter in "WX":
-                kept += letter + value
+                short_flags += letter + value
                 if not value:
-                    flags.append(kept)
-                    kept = arguments[at]
+                    flags.append(short_flags)
+                    short_flags = arguments[at]
                     at += 1
                 break
             if letter != "i":
-                kept += letter
-        flags += [kept] if kept != "-" else []
+                short_flags += letter
+        flags += [short_flags] if short_flags != "-" else []
     return flags, "", list(arguments[at:])
 
 
@@ -266,6 +283,23 @@ def _end(others: _Others) -> None:
         process.wait()
 
 
+def _at_end_of_program() -> tuple[list[int], list[int]]:
+    """The ranks that still ran when this one's program had ended, and those that had failed.
+
+    Asked for before this rank leaves the job. Nobody waits for the others from then on but the C
+    library: it learns how this rank has ended, and whether others fail because of that.
+    """
+    others = _others
+    if others is None or os.getpid() != others.pid:
+        return [], []
+    if others.at_end is None:
+        others.is_handed_over.set()
+        if others.watcher is not None:
+            others.watcher.join()
+        others.at_end = others.running(), others.failed()
+    return others.at_end
+
+
 def _at_exit() -> None:
     """Hands the others over to the C library, which knows with which status the program ends."""
     others = _others
@@ -275,14 +309,13 @@ def _at_exit() -> None:
         # Ctrl-C ends the process from here on: an interpreter that ends would swallow it.
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        others.is_handed_over.set()
-        if others.watcher is not None:
-            others.watcher.join()
-        # The interpreter ends before the process does, and lets go of what modules hold. The store
-        # must live on, and nobody but the C library may wait for the processes.
+        running, failed = _at_end_of_program()
+        # Modules are cleared when the interpreter ends, but the process lives on until the others
+        # have ended. Until then they need the store, and their Popen objects must not wait for
+        # them. So this object is never freed.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(others))
-        left = [(f"rank {rank}", others.processes[rank - 1].pid) for rank in others.running()]
-        failed, status, words = others.failed(), 0, ""
+        left = [(f"rank {rank}", others.processes[rank - 1].pid) for rank in running]
+        status, words = 0, ""
         if failed:
             code = others.processes[failed[0] - 1].returncode
             status = code if code > 0 else 1

@@ -50,11 +50,16 @@ def require_same(
 
 
 def _require_same_gpus(gpus: "selection.Gpus | None") -> None:
-    first = current.job.asked_gpus
-    if gpus is None or (first is None and read_placement().launcher != "no launcher"):
+    if gpus is None:
+        return
+    from pydist.job.own_ranks import has_started_ranks  # not at import: few need it
+
+    # Rank 0 that has started the others has variables like those of a launcher.
+    if read_placement().launcher != "no launcher" and not has_started_ranks():
         return  # a launcher chooses them
-    if first is None or not selection.is_same_choice(first, gpus):
-        had = "without gpus=" if first is None else f"with gpus={first!r}"
+    first = current.job.gpus
+    if first is None or not first.is_of(gpus):
+        had = "without gpus=" if first is None else f"with gpus={first.asked!r}"
         raise InvalidUsage(
             f"the job runs {had} already, so gpus={gpus!r} can't be had now: give it in the first "
             "call of pydist.init(), which comes before the first pydist.DataParallel."

@@ -20,7 +20,7 @@ import pydist
 from pydist.cli import main
 from pydist.gpu import inventory
 from pydist.gpu.inventory import InstalledGpu, installed_gpus, parse_nvidia_smi
-from pydist.gpu.selection import choose_gpus, from_command_line, process_count
+from pydist.gpu.selection import Choice, choose_gpus, from_command_line, process_count
 from pydist.gpu.visible import (
     VARIABLE,
     listed_gpus,
@@ -65,6 +65,19 @@ def unasked() -> list[InstalledGpu]:
 )
 def test_forms(gpus: Any, chosen: tuple[str, ...]) -> None:
     assert choose_gpus(gpus, visible=lambda: FOUR, installed=unasked) == chosen
+
+
+def test_the_same_gpus_by_other_words() -> None:
+    def chosen(gpus: Any) -> Choice:
+        return Choice(gpus, choose_gpus(gpus, visible=lambda: FOUR), FOUR)
+
+    for first, second in [(2, [0, 1]), (1, "0"), (-1, 4), ("0,1", 2), (0, [])]:
+        assert chosen(first).is_of(second)
+        assert chosen(second).is_of(first)
+    assert Choice("auto:2", ("5", "6"), FOUR).is_of("auto:2")
+    for second in (0, 3, [1, 0], [9], "auto:2"):
+        assert not chosen(2).is_of(second)
+    assert not Choice(0, (), ()).is_of(2)
 
 
 @pytest.mark.parametrize(

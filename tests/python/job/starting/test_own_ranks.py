@@ -1,5 +1,6 @@
 """A script that starts its own ranks: with its arguments, in a debugger, and down together."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -158,6 +159,8 @@ def test_a_debugger_stays_in_rank_0(script: Path) -> None:
 
 def test_under_a_launcher_the_numbers_must_agree(script: Path) -> None:
     launch = [sys.executable, "-m", "pydist", "run", "-n"]
+    # The launcher chooses the GPUs, so other ones are as good.
+    script.write_text(PROGRAM.replace("=3)", "=3, gpus=0)") + "pydist.init(gpus=[0])\n")
     assert told(run_command([*launch, "3", str(script), "--lr", "0.1"])) == TOLD
     done = run_command([*launch, "2", str(script)])
     assert done.returncode != 0
@@ -200,6 +203,21 @@ for call in {list(REFUSED)}:
         assert message in line
 
 
+def test_gpus_can_not_be_had_once_ranks_were_started() -> None:
+    program = """
+import pydist
+
+pydist.init(processes=2)
+if pydist.rank() == 0:
+    try:
+        pydist.init(gpus=2)
+    except pydist.InvalidUsage as error:
+        print(error)
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert done.stdout.startswith("the job runs without gpus= already, so gpus=2 can't be had now")
+
+
 def test_no_gpus_and_one_process_start_nothing() -> None:
     program = (
         "import pydist; pydist.init(gpus=0, processes=1); print(pydist.world_size(), "
@@ -212,7 +230,9 @@ FAILING = """
 import os, sys, time
 import torch
 import pydist
+import pydist.job.own_ranks as own_ranks
 
+own_ranks._GRACE_S = 0.5
 pydist.init(processes=3)
 print(f"pid {os.getpid()}\\n", end="", flush=True)
 pydist.barrier()
@@ -231,12 +251,12 @@ WAITS, COMPUTES = "pydist.barrier()", "time.sleep(600)"
 @pytest.mark.parametrize(
     "case",
     everyday(
-        (0, RAISES, COMPUTES),
+        (0, RAISES, WAITS),
         (2, IS_KILLED, WAITS),
+        (2, ENDS, COMPUTES),
         thorough=(
-            (0, RAISES, WAITS),
+            (0, RAISES, COMPUTES),
             (0, IS_KILLED, COMPUTES),
-            (2, ENDS, COMPUTES),
             (2, RAISES, WAITS),
             (2, RAISES, COMPUTES),
         ),
@@ -250,7 +270,9 @@ def test_all_end_when_one_fails(case: tuple[int, str, str]) -> None:
     pids = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("pid ")]
     assert len(pids) == 3
     if rank == 2:
-        assert "pydist: rank 2 (pid " in done.stderr
+        assert "rank 2 (pid " in done.stderr
+    else:  # what the others do then is not their fault
+        assert not re.search(r"pydist: rank [12] ", done.stderr), done.stderr
     wait_for_ends(pids)
 
 
@@ -323,8 +345,7 @@ def test_ctrl_c_while_the_others_are_waited_for() -> None:
     wait_for_ends([other.pid for other in others])
 
 
-def test_the_others_are_waited_for_without_a_limit() -> None:
-    """For longer than the grace that they would have after a failure."""
+def test_the_others_are_waited_for_longer_than_after_a_failure() -> None:
     program = LINGERING.replace("PATIENCE", "own_ranks._GRACE_S = 0.1")
     done = run_command([sys.executable, "-c", program.replace("sleep(600)", "sleep(1)")])
     assert done.returncode == 0, done.stderr
@@ -339,7 +360,11 @@ def test_the_others_end_soon_where_rank_0_ends_badly(end: str) -> None:
     program = LINGERING.replace("PATIENCE", "own_ranks._GRACE_S = 0.1") + f"else: {end}"
     done = run_command([sys.executable, "-c", "import sys\n" + program])
     assert done.returncode == 3
-    assert "rank 0 has ended with status 3; rank 1 (pid " in done.stderr
+    assert re.fullmatch(
+        r"pydist: rank 0 has ended with status 3; rank 1 \(pid \d+\) still ran 0\.1 s later: "
+        r"SIGTERM\.\n",
+        done.stderr,
+    )
 
 
 def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
@@ -347,3 +372,24 @@ def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
     done = run_command([sys.executable, "-c", program.replace("AFTER", "pydist.shutdown()")])
     assert done.returncode == 4
     assert "exited with status 4" in done.stderr
+
+
+def test_a_rank_that_fails_while_rank_0_cleans_up_ends_it() -> None:
+    program = """
+import atexit, os, time
+import pydist
+import pydist.job.own_ranks as own_ranks
+
+own_ranks._GRACE_S = 0.1
+if "RANK" not in os.environ:
+    atexit.register(time.sleep, 600)  # it runs after what was registered later
+pydist.init(processes=2)
+if pydist.rank() == 1:
+    pydist.shutdown()
+    os._exit(5)
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert done.returncode == -signal.SIGTERM
+    assert re.fullmatch(
+        r"pydist: rank 1 \(pid \d+\) exited with status 5; all ranks end\.\n", done.stderr
+    )
