@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pydist import _native
-from pydist._torch import EACH, on_each
 from pydist.errors import InvalidUsage
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
+from pydist.sharding.clipping import require_finite, wide_norm
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.sharded_gradient import ShardedGradient, part_norm, whole_norms
+from pydist.sharding.sharded_gradient import ShardedGradient, part_norm, scale_each, whole_norms
 
 
 @dataclass(eq=False)
@@ -158,16 +158,10 @@ class ReducedGradients:
         parts = [part_norm(g.detach().reshape(-1), order).cpu() for g in [torch.empty(0), *own]]
         join = torch.amax if order == math.inf else torch.amin if order == -math.inf else torch.sum
         of_own = whole_norms(join(torch.stack(parts), 0).view(1), order, self.combine)
-        norms = [torch.linalg.vector_norm(gradient, order).double().cpu() for gradient in shared]
+        norms = [wide_norm(gradient, order).double().cpu() for gradient in shared]
         total: Tensor = torch.linalg.vector_norm(torch.stack([*norms, of_own[0]]), order)
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(
-                f"the total norm of order {order} of the gradients is {total.item()}, so they "
-                "can't be clipped by it; pass error_if_nonfinite=False to clip them all the same"
-            )
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0).item()
-        for gradients in (shared, own):
-            if gradients:
-                on_each(f"{EACH}mul_", gradients, factor)
-        dtype = self.layout.parameters[0].dtype.to_real()
+        if error_if_nonfinite:
+            require_finite(total, order)
+        scale_each([*shared, *own], torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        dtype = torch.promote_types(self.layout.parameters[0].dtype.to_real(), torch.float32)
         return total.to(self.layout.parameters[0].device, dtype)

@@ -41,6 +41,7 @@ from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket
+from pydist.sharding.clipping import clip_gradients
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.gather import gather, let_arrive
 from pydist.sharding.gradient_norms import ReducedGradients
@@ -757,7 +758,8 @@ class ShardedOptimizer(Optimizer):
     ) -> Tensor:
         """Scales all gradients so that their norm, as of one vector, is `max_norm` at most.
 
-        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster. Where ranks have
+        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster; the norm of
+        16-bit gradients, and the factor, are taken in float32. Where ranks have
         parameters of their own, the norm is of the gradients of all ranks' together, and so are
         all of them scaled alike; torch's function raises `Mismatch` where it would scale the ranks'
         parts of one gradient differently.
@@ -772,8 +774,8 @@ class ShardedOptimizer(Optimizer):
         """
         if self._layout.some_have_own:
             return self._gradients.clip_with_own(max_norm, float(norm_type), error_if_nonfinite)
-        return torch.nn.utils.clip_grad_norm_(
-            self._layout.parameters, max_norm, norm_type, error_if_nonfinite, foreach=True
+        return clip_gradients(
+            self._layout.parameters, max_norm, float(norm_type), error_if_nonfinite, foreach=True
         )
 
     @runs_uncompiled_throughout

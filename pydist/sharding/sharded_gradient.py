@@ -199,6 +199,26 @@ def _change_each(
     return gradients
 
 
+def scale_each(gradients: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies gradients by a number, sharded ones and others; 16-bit ones are rounded once.
+
+    torch's own operation on many tensors rounds the factor to their type on some devices. Waits for
+    no device. All ranks call it where any of them is sharded.
+    """
+    for owner in _owners(gradients):
+        owner.require_same([factor])
+    parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
+    parts = [part for part in parts if part.numel() != 0]
+    for device in dict.fromkeys(part.device for part in parts):
+        here, of_device = [part for part in parts if part.device == device], factor.to(device)
+        narrow = [part for part in here if part.dtype in _NARROW]
+        if len(narrow) < len(here):
+            on_each(f"{EACH}mul_", [p for p in here if p.dtype not in _NARROW], of_device)
+        for part in narrow:
+            part.copy_(part.float().mul_(of_device))
+    _note_changes(gradients)
+
+
 def _note_changes(gradients: Iterable[Tensor]) -> None:
     """Tells the optimizer of each gradient that its gradients have changed."""
     for parts in _owners(gradients):
@@ -285,6 +305,8 @@ def _check_finite_and_unscale(
     owners[0].combine(found_inf, "max")
     _note_changes(gradients)
 
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 _IN_PLACE = (
     "add_",

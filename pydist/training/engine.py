@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pydist.errors import InvalidUsage
 from pydist.parallel.wrapper import DataParallel
-from pydist.training.clipping import clip_gradients
+from pydist.sharding.clipping import clip_gradients
 
 
 class Engine(DataParallel):

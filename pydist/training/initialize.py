@@ -100,8 +100,6 @@ def initialize(
     engine.accumulation_steps = sizes.accumulation_steps
     engine.clip_grad_norm = clip_grad_norm
     engine.optimizer = _optimizer(engine, optimizer, choice, stage)
-    # After that of the sharded optimizer within it.
-    in_force.note("optimizer", {}, choice)
     if lr_scheduler is not None:
         engine.lr_scheduler = lr_scheduler(engine.optimizer)
         if isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -168,17 +166,22 @@ def _optimizer(
         if not isinstance(made, Optimizer):
             raise InvalidUsage(f"optimizer makes {a_type(made)}; it must make a torch optimizer")
     _require_in(made, engine)
-    if stage == 0 or isinstance(made, ShardedOptimizer):
+    if isinstance(made, ShardedOptimizer):
+        return made  # and what it was made with stays noted
+    if stage == 0:
+        in_force.note("optimizer", {}, choice)
         return made
-    if "step" in vars(made):  # a scheduler counts its steps
+    if "step" in vars(made):  # as a scheduler does, to count the steps
         raise InvalidUsage(
-            f"optimizer.stage={stage} makes the {type(made).__name__} anew, and a scheduler was "
-            "made of it, which would schedule nothing: pass lr_scheduler=lambda optimizer: ..., "
-            "or set optimizer.stage to 0"
+            f"optimizer.stage={stage} makes the {type(made).__name__} anew, and something has "
+            "replaced its step(), as a scheduler does that was made of it, which would miss the "
+            "new one: pass lr_scheduler=lambda optimizer: ..., wrap the optimizer that "
+            "pydist.initialize returns, or set optimizer.stage to 0"
         )
     sharded: Optimizer = sharded_like(
         made, f"optimizer.stage={stage}", "set optimizer.stage to 0", stage=stage
     )
+    in_force.note("optimizer", {}, choice)  # in place of what it was made anew with
     return sharded
 
 
