@@ -25,7 +25,7 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_ALGORITHM", "auto | direct | ring", "auto",
                         "Pins the algorithm of all_reduce, reduce_scatter and all_gather on native "
                         "and nccl."},
-    EnvironmentVariable{"PYDIST_TIMEOUT", "seconds, more than 0", "600",
+    EnvironmentVariable{"PYDIST_TIMEOUT", "seconds, 0.001 or more", "600",
                         "How long an operation may take before every rank fails with Timeout."},
     EnvironmentVariable{"PYDIST_JOB_SECRET", "32 characters or more", "",
                         "By which the ranks of a job know each other. The same on every rank, and "
@@ -53,9 +53,9 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_STAGING_BYTES", "65536 to 1073741824", "4194304",
                         "Bytes of a part of a GPU tensor on its way through host memory, where the "
                         "backend is native or gloo. The same on every rank."},
-    EnvironmentVariable{"PYDIST_HEARTBEAT_WARNING", "seconds, more than 0", "5",
+    EnvironmentVariable{"PYDIST_HEARTBEAT_WARNING", "seconds, 0.001 or more", "5",
                         "How long a peer's heartbeat may be stale before a warning."},
-    EnvironmentVariable{"PYDIST_HEARTBEAT_TIMEOUT", "seconds, more than 0", "30",
+    EnvironmentVariable{"PYDIST_HEARTBEAT_TIMEOUT", "seconds, 0.001 or more", "30",
                         "How long a peer's heartbeat may be stale before the peer counts as lost, "
                         "where the system cannot tell whether it lives (another PID namespace)."},
     EnvironmentVariable{"PYDIST_DEBUG", "0 | 1", "0",
@@ -144,7 +144,7 @@ constexpr double kLongestSeconds = 3.2e8;
 void read_seconds(const char* name, std::chrono::milliseconds& seconds) {
   if (const auto value = lookup(name)) {
     seconds = std::chrono::milliseconds(std::llround(
-        parse_number(name, *value, 1e-3, kLongestSeconds, "seconds, more than 0") * 1e3));
+        parse_number(name, *value, 1e-3, kLongestSeconds, "seconds, 0.001 or more") * 1e3));
   }
 }
 

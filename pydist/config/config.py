@@ -170,10 +170,13 @@ class Config:
             if not isinstance(table, Mapping):
                 raise InvalidUsage(f"{where}: {section} is {table!r}; it must be a table of names")
             for name, given in table.items():
-                value = as_in_a_file(given)
-                find(section, str(name), where).require(value, where)
+                field = find(section, str(name), where)
                 try:
+                    value = as_in_a_file(given)
+                    field.require(value, where)
                     json.dumps(value)
+                except InvalidUsage:
+                    raise
                 except (TypeError, ValueError) as error:
                     raise InvalidUsage(
                         f"{where}: {section}.{name} is {given!r}, which no file could have, nor a "

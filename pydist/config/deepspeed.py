@@ -39,21 +39,27 @@ _WITHOUT_EFFECT = {
     "activation_checkpointing",
     "timers",
     "aio",
+    # When each gradient is added in float32, not to what.
+    "bf16.immediate_grad_update",
+    "bfloat16.immediate_grad_update",
 }
 
 # What begins so is read by stage 3 alone.
 _OF_STAGE_3 = (
     "zero_optimization.stage3_",
     "zero_optimization.sub_group_size",
+    "zero_optimization.offload_param",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.override_module_apply",
 )
 
-# DeepSpeed's defaults, which files spell out, and which change nothing; another value would. What
-# is false or null, and a table of such values or with `enabled` false, changes nothing either.
+# DeepSpeed's defaults, which files spell out, and which change nothing. What is false or null, and
+# a table of such values or with `enabled` false, changes nothing either.
 _DEFAULTS: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "seq_parallel_communication_data_type": "fp32",
+    "sequence_parallel_size": 1,
+    "tensor_parallel.autotp_size": 0,
     "zero_optimization.ignore_unused_parameters": True,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
@@ -98,13 +104,19 @@ class _Taken:
 
     def left(self, prefix: str = "") -> list[str]:
         """The names of what nobody took, but for what is switched off or DeepSpeed's default."""
-
-        names = ((prefix + name, value) for name, value in self._tables.items())
         return [
-            name
-            for name, value in names
-            if not _is_off(value) and not (name in _DEFAULTS and value == _DEFAULTS[name])
+            prefix + name
+            for name, value in self._tables.items()
+            if not _changes_nothing(prefix + name, value)
         ]
+
+
+def _changes_nothing(name: str, value: Any) -> bool:
+    if _is_off(value) or (name in _DEFAULTS and value == _DEFAULTS[name]):
+        return True
+    return isinstance(value, Mapping) and all(
+        _changes_nothing(f"{name}.{within}", each) for within, each in value.items()
+    )
 
 
 def _is_off(value: Any) -> bool:
@@ -155,6 +167,13 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
                 "gradient_accumulation_steps to 1"
             )
         stage = stage or 1
+    types = given.table("data_types")
+    summed_in, own = types.take("grad_accum_dtype"), "bf16" if any(switches) else "fp32"
+    if summed_in not in (None, own):
+        raise InvalidUsage(
+            f"{where}: data_types.grad_accum_dtype is {summed_in!r}, and gradients are added up in "
+            f"the type of the model here, which is {own!r}: take it out"
+        )
     if given.table("fp16").switch("enabled"):
         raise InvalidUsage(
             f"{where}: fp16.enabled is true: use bf16, or torch.autocast and torch.amp.GradScaler "
@@ -164,7 +183,7 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     if stage:
         optimizer["stage"] = stage
     left = given.left() + zero.left("zero_optimization.")
-    left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.")
+    left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.") + types.left("data_types.")
     changing = [
         name for name in left if name not in _WITHOUT_EFFECT and not name.startswith(_OF_STAGE_3)
     ]

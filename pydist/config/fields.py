@@ -82,7 +82,7 @@ _fields: dict[str, dict[str, Field]] = {
         for field in (
             Field("optimizer", "name", str | None, None),
             Field("optimizer", "params", dict[str, Any], {}),
-            # Of pydist.ShardedOptimizer too, which has no 0, and 1 by default.
+            # pydist.ShardedOptimizer takes it from here as well: its stage is 1 or 2, by default 1.
             Field("optimizer", "stage", Literal[0, 1, 2], 0),
         )
     },

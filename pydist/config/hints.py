@@ -35,13 +35,24 @@ def matches(value: object, hint: Any) -> bool:
     return value is None if hint is types.NoneType else type(value) is hint
 
 
-def as_in_a_file(value: Any) -> Any:
-    """A value as a file has it: tuples are lists there. Makes new lists and dicts."""
-    if isinstance(value, (list, tuple)):
-        return [as_in_a_file(each) for each in value]
+def as_in_a_file(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """A value as a file has it: tuples are lists there. Makes new lists and dicts.
+
+    Args:
+        value: any.
+        within: the ids of what it is part of.
+
+    Raises:
+        ValueError: a list or dict contains itself.
+    """
+    if not isinstance(value, (list, tuple, dict)):
+        return value
+    if id(value) in within:
+        raise ValueError("a list or dict in it contains itself")
+    within = (*within, id(value))
     if isinstance(value, dict):
-        return {key: as_in_a_file(each) for key, each in value.items()}
-    return value
+        return {key: as_in_a_file(each, within) for key, each in value.items()}
+    return [as_in_a_file(each, within) for each in value]
 
 
 def in_words(hint: Any) -> str:

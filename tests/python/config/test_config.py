@@ -71,6 +71,7 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"optimizer": {"stage": True}}, "optimizer.stage is True; it must be 0, 1 or 2"),
         ({"training": {"batch_size": 2.5}}, "2.5; it must be a whole number or None"),
         ({"engine": {"timeout": -1}}, "PYDIST_TIMEOUT='-1' is not valid"),
+        ({"engine": {"timeout": 1e-7}}, "seconds, 0.001 or more"),
         ({"engine": {"timeout": True}}, "engine.timeout is True; it must be a number or text"),
         ({"engine": {"chunk_bytes": 4096.5}}, "4096.5; it must be a whole number or text"),
         ({"engine": {"debug": 2}}, "engine.debug is 2; it must be true or false, 0, 1 or text"),
@@ -92,6 +93,15 @@ def test_what_is_not_known_or_not_valid_is_refused(
     with pytest.raises(InvalidUsage, match=re.escape(message)) as caught:
         Config.from_file(path)
     assert str(path) in str(caught.value)
+
+
+def test_what_contains_itself_is_refused() -> None:
+    circular: list[Any] = []
+    circular.append(circular)
+    with pytest.raises(InvalidUsage, match="contains itself"):
+        Config(optimizer={"params": {"betas": circular}})
+    same = [1, 2]
+    assert Config(optimizer={"params": {"a": same, "b": same}})
 
 
 @pytest.mark.parametrize("content", ["[model\n", '["a"]', "", "[" * 100_000])

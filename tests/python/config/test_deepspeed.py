@@ -59,6 +59,7 @@ SPELT_OUT = {
         "cpu_offload": False,
         "sub_group_size": 1e9,
         "offload_param": {"device": "none"},
+        "offload_optimizer": {"device": None},
     },
     "gradient_clipping": 1.0,
     "prescale_gradients": False,
@@ -66,7 +67,9 @@ SPELT_OUT = {
     "sparse_gradients": False,
     "fp32_allreduce": False,
     "communication_data_type": None,
-    "data_types": {"grad_accum_dtype": None},
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "tensor_parallel": {"autotp_size": 0},
+    "sequence_parallel_size": 1,
     "bf16": {"enabled": True},
     "amp": {"enabled": False, "opt_level": "O1"},
     "elasticity": {"enabled": False, "max_train_batch_size": 2000},
@@ -177,12 +180,16 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor, which would change"),
         ({"prescale_gradients": True}, "prescale_gradients, which would change"),
         ({"zero_optimization": {"stage": 1, "mics_shard_size": 4}}, "mics_shard_size"),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype is 'bf16'"),
+        (
+            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            "grad_accum_dtype is 'fp32', and gradients are added up in the type of the model",
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel, which would change"),
         ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto', which the Trainer of"),
         ({"train_batch_size": "auto"}, "train_batch_size is 'auto'"),
         ({"optimizer": {"type": "OneBitAdam"}}, "torch.optim has no such class"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "lr is 'auto'"),
-        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, "bf16.immediate_grad_update"),
         (
             {"bf16": {"enabled": True}, "gradient_accumulation_steps": 4},
             "adds up gradients in float32",
@@ -197,7 +204,11 @@ def test_what_would_change_the_training_is_named(given: dict[str, Any], message:
 
 
 def test_what_only_makes_it_faster_or_talkative_is_named_in_a_warning() -> None:
-    given = {"steps_per_print": 10, "zero_optimization": {"stage": 1, "overlap_comm": True}}
+    given = {
+        "steps_per_print": 10,
+        "zero_optimization": {"stage": 1, "overlap_comm": True, "offload_param": {"device": "cpu"}},
+        "bf16": {"enabled": True, "immediate_grad_update": True},
+    }
     with pytest.warns(UserWarning, match=r"steps_per_print, zero_optimization.overlap_comm"):
         config = Config.from_deepspeed(given)
     assert config["optimizer"] == {"stage": 1}
