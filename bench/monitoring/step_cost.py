@@ -36,7 +36,6 @@ def cost_us(steps: int) -> float:
                 monitor.step(loss=loss, samples=8, lr=0.1)
             spent_s += time.thread_time() - began_s
             pydist.barrier()
-        monitor.close()
     return spent_s / (steps // _EVERY * _EVERY) * 1e6
 
 
@@ -44,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5000)
     options = parser.parse_args()
+    if options.steps < _EVERY:
+        parser.error(f"--steps must be {_EVERY} or more")
     for nprocs in (1, 2):
         for rank, cost in enumerate(pydist.spawn(cost_us, (options.steps,), nprocs=nprocs)):
             print(f"rank {rank} of {nprocs}: {cost:.1f} us of processor a step")

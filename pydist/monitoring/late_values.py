@@ -43,8 +43,8 @@ def taken(name: str, value: Any) -> Number:
     Raises:
         InvalidUsage: it is not one real number.
     """
-    if type(value) is float or type(value) is int:  # most are
-        return float(value)
+    if type(value) is float:  # most are
+        return value
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.is_meta:
             raise InvalidUsage(
@@ -56,7 +56,12 @@ def taken(name: str, value: Any) -> Number:
             return float(number.item())
         return _under_way(number)
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise InvalidUsage(
+                f"step({name}=) is a number that is too large: it must fit a float, up to 1.8e308."
+            ) from None
     raise InvalidUsage(
         f"step({name}=) is {a_type(value)}; it must be a number, or a tensor that holds one."
     )

@@ -55,8 +55,6 @@ def line_of(step: int, rows: Sequence[Row | None]) -> dict[str, Any]:
             "bytes": [None if row is None else row.bytes for row in rows],
         },
     }
-    if not any(row.memory for row in there):
-        return line
     for place, name in enumerate(_MEMORY):
         found = [row.memory[place] if row is not None and row.memory else None for row in rows]
         if any(each is not None for each in found):

@@ -10,7 +10,7 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +57,8 @@ class _Files:
         self._steps = StepFile(folder)
         self.first_step = self._steps.last_step + 1 if first_step is None else first_step
         self._elapsed_s = self._steps.elapsed_s
-        self._is_trace_noted = not os.environ.get("PYDIST_TIMELINE")
+        timeline = os.environ.get("PYDIST_TIMELINE")
+        self._trace_to_note = Path(os.path.abspath(timeline)) if timeline else None
         try:
             self._events: EventFiles | None = open_event_files(folder, self.first_step, tensorboard)
         except BaseException:
@@ -82,12 +83,13 @@ class _Files:
         self._note_trace()
 
     def _note_trace(self) -> None:
-        if self._is_trace_noted:
+        if self._trace_to_note is None:
             return
         try:
-            self._is_trace_noted = run_description.note_trace(self.folder)
+            if run_description.note_trace(self.folder, self._trace_to_note):
+                self._trace_to_note = None
         except OSError as error:
-            self._is_trace_noted = True
+            self._trace_to_note = None
             logger.warning("pydist.monitor can't note whose trace it is: %s", error)
 
     def close(self) -> None:
@@ -215,30 +217,33 @@ class Monitor:
         self._guarded(self._look)
         self._guarded(lambda: self._hand_over(number, rows))
 
-    def _hand_over(self, number: int, rows: list[Row]) -> None:
+    def _hand_over(self, number: int, rows: list[Row]) -> list[Together]:
         if self._collector is None:
             if self._mailbox is not None:
                 self._mailbox.post(number, as_json(rows))
-            return
-        self._write(self._collector.add(number, rows))
+            return []
+        done = self._collector.add(number, rows)
         if not self._collector.expects_more:  # otherwise a later step looks
-            self._look()
+            done += self._collector.look()
+        return done
 
-    def _look(self) -> None:
-        if self._collector is not None:
-            self._write(self._collector.look())
+    def _look(self) -> list[Together]:
+        return [] if self._collector is None else self._collector.look()
 
     def _write(self, done: list[Together]) -> None:
         for together in done:
             assert self._files is not None
-            self._files.write(together, self._ends)
+            try:
+                self._files.write(together, self._ends)
+            except Exception as error:  # Training goes on, and so do later lines.
+                logger.warning("pydist.monitor can't write a chunk of steps: %r", error)
             for row in together[0]:
                 del self._ends[row.step]
 
-    def _guarded(self, exchange: Any) -> None:
-        """Runs what needs the store; without that, rank 0 writes its own numbers alone."""
+    def _guarded(self, exchange: Callable[[], list[Together]]) -> None:
+        """Writes what an exchange with the store brings; without that, rank 0's own numbers."""
         try:
-            exchange()
+            done = exchange()
         except Exception as error:  # The store is gone: torch has several errors for that.
             if self._generation == current.job.generation:
                 logger.warning(
@@ -247,8 +252,8 @@ class Monitor:
                     error,
                 )
             self._mailbox = None
-            if self._collector is not None:
-                self._write(self._collector.leave_others())
+            done = [] if self._collector is None else self._collector.leave_others()
+        self._write(done)
 
     def _end(self, limit_s: float = 0.0) -> None:
         # A forked child has the run's rows, its files and its store, which are the parent's.
@@ -265,7 +270,7 @@ class Monitor:
             self._finish_chunk()
         if self._collector is not None and self._files is not None:
             collector = self._collector
-            self._guarded(lambda: self._write(collector.wait(limit_s)))
+            self._guarded(lambda: collector.wait(limit_s))
             self._files.close()
         if self._mailbox is not None:
             with suppress(Exception):  # the store has gone, with the keys
@@ -298,8 +303,9 @@ def monitor(
             waiting, lag or bytes.
         config: What the program wants to be remembered, such as its hyper-parameters: by name,
             nested if need be. What JSON can't hold is written as its text.
-        every: Steps a chunk. Ranks send their measurements, and lines are written, once a chunk:
-            so many steps a run that is killed may lose. The same on every rank.
+        every: Steps a chunk. Ranks send their measurements, and lines are written, once a chunk: a
+            run that is killed may lose so many steps, and twice as many where a rank was late. The
+            same on every rank.
         first_step: The number of the next step, from 1: for training that goes on from a
             checkpoint; `pydist view` takes the later line of a step that was taken twice. By
             default the one after the last in the folder.

@@ -83,19 +83,22 @@ def write(folder: Path, start: dict[str, Any]) -> None:
     write_whole(folder / NAME, text)
 
 
-def note_trace(folder: Path) -> bool:
+def note_trace(folder: Path, timeline: Path) -> bool:
     """Notes by what the last start knows its trace again; False where there is nothing to note yet.
+
+    Args:
+        folder: Of the run.
+        timeline: What PYDIST_TIMELINE says.
 
     Raises:
         OSError: the file can't be written.
     """
-    starts = starts_in(folder)
-    timeline = starts[-1].get("timeline") if starts else None
-    if not isinstance(timeline, str):
-        return True
-    mark = mark_of(trace_of_rank(Path(timeline), 0))
+    mark = mark_of(trace_of_rank(timeline, 0))
     if mark is None:
         return False
+    starts = starts_in(folder)
+    if not starts:
+        return True
     starts[-1]["trace"] = mark
     write_whole(folder / NAME, json.dumps({"starts": starts}, indent=2) + "\n")
     return True

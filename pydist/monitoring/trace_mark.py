@@ -16,9 +16,10 @@ def trace_of_rank(timeline: Path, rank: int) -> Path:
 
 
 def mark_of(trace: Path) -> str | None:
-    """The digest of a trace's first event that has a time, which no other run's has.
+    """The digest of a trace's first event that has a time: no trace of another process has it.
 
-    None where there is no such event yet, or no trace.
+    Monitors of one process share its trace, and so the mark. None where there is no such event yet,
+    or no trace.
     """
     try:
         with trace.open("rb") as file:

@@ -32,18 +32,23 @@ def find_runs(places: Sequence[str | os.PathLike[str]]) -> list[RunFolder]:
     Raises:
         InvalidUsage: a place is no folder, or none of them holds a run.
     """
-    paths: list[Path] = []
+    # By the real path, in the words of the place where it was found first.
+    called: dict[Path, Path] = {}
     for place in places:
         if not Path(place).is_dir():
             raise InvalidUsage(f"{os.fspath(place)!r} is no folder; give folders of runs.")
-        paths += sorted(_below(Path(place).resolve()))
-    paths = list(dict.fromkeys(paths))
-    if not paths:
+        real = Path(place).resolve()
+        for path in sorted(_below(real)):
+            is_within = path.is_relative_to(real)
+            as_said = Path(os.path.abspath(place), path.relative_to(real)) if is_within else path
+            called.setdefault(path, as_said)
+    if not called:
         where = ", ".join(repr(os.fspath(place)) for place in places)
         raise InvalidUsage(
             f"no {NAME} in {where}, nor in a folder below; `pydist.monitor(folder)` writes it."
         )
-    return [RunFolder(name, path) for name, path in zip(_names(paths), paths, strict=True)]
+    names = _names(list(called.values()))
+    return [RunFolder(name, path) for name, path in zip(names, called, strict=True)]
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -1,5 +1,6 @@
 """`pydist.monitor`: what a job of several ranks writes, and that it neither waits nor fails."""
 
+import io
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from time_limit import PATIENCE
 from torch import nn
 
 import pydist
+from pydist.job.log import logger
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -358,6 +361,29 @@ class TestOneRank:
         events = EventAccumulator(str(tmp_path)).Reload()
         assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
         assert "pydist/samples_per_s" in events.Tags()["scalars"]
+
+
+def in_vain(folder: str) -> tuple[str, list[int]]:
+    """The first chunk can't be written; returns what is said of that, and the steps written."""
+    told = io.StringIO()
+    handler = logging.StreamHandler(told)
+    logger.addHandler(handler)
+    with pydist.monitor(folder, every=1, tensorboard=False) as monitor:
+        assert monitor._files is not None
+        with mock.patch.object(monitor._files, "write", side_effect=ZeroDivisionError):
+            monitor.step(loss=1.0)
+        with pytest.raises(pydist.InvalidUsage, match="too large"):
+            monitor.step(loss=10**400)
+        monitor.step(loss=1.0)
+    logger.removeHandler(handler)
+    return told.getvalue(), [line["step"] for line in lines_of(Path(folder))]
+
+
+def test_a_chunk_that_can_not_be_written_is_no_fault_of_the_store(tmp_path: Path) -> None:
+    ((told, steps),) = run_ranks(in_vain, 1, str(tmp_path))
+    assert "can't write a chunk of steps: ZeroDivisionError" in told
+    assert "store" not in told
+    assert steps == [2]
 
 
 def test_a_killed_run_leaves_whole_lines(tmp_path: Path) -> None:

@@ -292,14 +292,29 @@ def test_a_trace_that_another_run_has_replaced_is_named_and_not_drawn(tmp_path: 
         run = write_run(tmp_path / name, [line(1)])
         run_description.write(run, {"timeline": str(timeline), "world_size": 1})
         trace_of_rank(timeline, 0).write_text("[\n]\n")
-        assert not run_description.note_trace(run)
+        assert not run_description.note_trace(run, timeline)
         trace_of_rank(timeline, 0).write_text(trace(3, begin=len(name) / 7))
-        assert run_description.note_trace(run)
+        assert run_description.note_trace(run, timeline)
     page = make_page(find_runs([tmp_path]))
     assert page.count('<svg class="timeline"') == 1
     assert f"the trace {trace_of_rank(timeline, 0)} is not drawn" in page
     trace_of_rank(timeline, 0).write_text(trace(4, begin=len("first") / 7))
     assert make_page(find_runs([tmp_path / "first"])).count('<svg class="timeline"') == 1
+
+
+def test_a_trace_in_the_run_s_own_folder_is_its_own(tmp_path: Path) -> None:
+    """Also where the run was killed before it had noted the trace."""
+    run = write_run(tmp_path / "a", [line(1)])
+    run_description.write(run, {"timeline": str(run / "t.json"), "world_size": 1})
+    trace_of_rank(run / "t.json", 0).write_text(trace(3))
+    assert make_page(find_runs([run])).count('<svg class="timeline"') == 1
+
+
+def test_a_link_gives_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "disk" / "7f3a", [line(1)])
+    (tmp_path / "baseline").symlink_to(tmp_path / "disk" / "7f3a")
+    (found,) = find_runs([tmp_path / "baseline"])
+    assert (found.name, found.path) == ("baseline", tmp_path / "disk" / "7f3a")
 
 
 def test_links_are_followed_and_each_run_is_there_once(tmp_path: Path) -> None:
