@@ -252,6 +252,8 @@ def _watch(others: _Others) -> None:
     if others.is_handed_over.wait(_GRACE_S):
         return
     _end(others)
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        os._exit(_status_for(others, failed))  # as the signal would, but for the status
     os.kill(others.pid, signal.SIGTERM)
     if not others.is_handed_over.wait(_GRACE_S):
         os.kill(others.pid, signal.SIGKILL)
@@ -268,6 +270,11 @@ def _words_for(others: _Others, failed: Sequence[int]) -> str:
     first = others.processes[failed[0] - 1]
     how = how_it_ended(first.returncode)
     return f"pydist: rank {failed[0]} (pid {first.pid}) {how}; all ranks end."
+
+
+def _status_for(others: _Others, failed: Sequence[int]) -> int:
+    code = others.processes[failed[0] - 1].returncode
+    return code if code > 0 else 1
 
 
 def _end(others: _Others) -> None:
@@ -317,8 +324,7 @@ def _at_exit() -> None:
         left = [(f"rank {rank}", others.processes[rank - 1].pid) for rank in running]
         status, words = 0, ""
         if failed:
-            code = others.processes[failed[0] - 1].returncode
-            status = code if code > 0 else 1
+            status = _status_for(others, failed)
             words = "" if others.has_told else _words_for(others, failed)
         _native.wait_for_children_at_exit(left, _GRACE_S, status, words)
     except KeyboardInterrupt:

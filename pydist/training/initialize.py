@@ -44,7 +44,9 @@ def initialize(
             `optimizer.params`. With `optimizer.stage` 1 or 2, a `pydist.ShardedOptimizer` of its
             class, groups, options and hooks takes its place.
         data: A data set, which is shuffled and cut into batches of `training.micro_batch_size`; or
-            a loader, as for `pydist.prepare`, whose batches have that size.
+            a loader, as for `pydist.prepare`, whose batches have that size. Ranks get equally many
+            samples, so some come twice in an epoch that can't be shared evenly; a loader that is
+            prepared already stays as it is.
         lr_scheduler: Makes a scheduler of the optimizer, as `lambda optimizer: StepLR(optimizer,
             10)`. It steps with the optimizer.
         collate_fn: Of the loader that is made of a data set.
