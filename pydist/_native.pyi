@@ -430,11 +430,15 @@ class Reducer:
         """
     def conclude_held(self) -> None:
         """
-        All ranks call: concludes the round that is held, if one is.
+        All ranks call: concludes the round that is held, if one is. Raises pydist.InvalidUsage where it was lost.
         """
     def expect_any_order(self) -> None:
         """
         A schedule chooses the order of backwards, so nothing is warned of that.
+        """
+    def give_up_held(self) -> None:
+        """
+        Tells the other ranks that the round that is held, if one is, is worth nothing.
         """
     def join_round(self) -> bool:
         """
@@ -544,7 +548,7 @@ class Reducer:
     @property
     def is_held(self) -> bool:
         """
-        Whether a round is held. A forward, or whatever else begins before conclude_held(), gives it up.
+        Whether a round is held. A forward with gradients enabled, or whatever else begins before conclude_held(), gives it up.
         """
     @property
     def is_in_backward(self) -> bool:
@@ -582,6 +586,11 @@ class Reducer:
     @weight.setter
     def weight(self, arg1: typing.SupportsFloat | typing.SupportsIndex | None) -> None:
         ...
+    @property
+    def why_lost(self) -> str:
+        """
+        Why a round that was held is lost, until a backward averages; "": none is.
+        """
 class Roofline:
     """
     The reads and writes that a collective on one host can't do without, with no rank waiting for another.

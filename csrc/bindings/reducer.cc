@@ -316,12 +316,20 @@ void bind_reducer(py::module_& module) {
       .def_property("holding", &Reducer::is_holding, &Reducer::set_holding,
                     "Whether backwards that end from now on hold their rounds: they return before "
                     "gradients are averaged, and conclude_held() does the rest.")
-      .def_property_readonly("is_held", &Reducer::is_held,
-                             "Whether a round is held. A forward, or whatever else begins before "
-                             "conclude_held(), gives it up.")
+      .def_property_readonly(
+          "is_held", &Reducer::is_held,
+          "Whether a round is held. A forward with gradients enabled, or whatever "
+          "else begins before conclude_held(), gives it up.")
       .def(
           "conclude_held", [](Reducer& self) { calling_python([&] { self.conclude_held(); }); },
-          "All ranks call: concludes the round that is held, if one is.")
+          "All ranks call: concludes the round that is held, if one is. Raises "
+          "pydist.InvalidUsage where it was lost.")
+      .def(
+          "give_up_held", [](Reducer& self) { calling_python([&] { self.give_up_held(); }); },
+          "Tells the other ranks that the round that is held, if one is, is worth nothing.")
+      .def_property_readonly("why_lost", &Reducer::why_lost,
+                             "Why a round that was held is lost, until a backward averages; \"\": "
+                             "none is.")
       .def(
           "synchronize",
           [](Reducer& self, const py::function& require) {

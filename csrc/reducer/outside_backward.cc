@@ -1,4 +1,5 @@
-// What a program asks of a reducer outside of backward: a vote, a round of its own, an end.
+// What a program asks of a reducer outside of backward: a forward, a vote, a round of its own, an
+// end.
 
 #include <c10/core/GradMode.h>
 
@@ -6,12 +7,61 @@
 #include <exception>
 #include <utility>
 
+#include "base/digest.h"
 #include "base/error.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
 
+void Reducer::prepare_forward(bool is_for_training) {
+  if (is_for_training) {
+    await_thrown();
+  }
+  if (is_held_ && !c10::GradMode::is_enabled()) {
+    return;  // no backward follows this forward, so it leaves the gradients alone
+  }
+  forwards_ += is_for_training ? 1 : 0;
+  const bool is_outside = current_.expired();
+  if (is_outside) {
+    lose_held("a forward with gradients enabled");
+    drain();
+  }
+  for (GradientSlot& slot : arena_.slots()) {
+    if (is_outside && !slot.parameter.grad().defined() && slot.seen.expired()) {
+      slot.is_pending = false;  // nobody has it, so what is put there next is another one
+      slot.aside.reset();
+    }
+    if (is_outside) {
+      arena_.lent().forget(slot);
+    }
+    require_unchanged(slot);
+    std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
+    // A parameter that was converted to another type and back has a new node that accumulates its
+    // gradient, without our hooks. And a node that works on another stream than the gradients'
+    // would wait for their stream in every backward, which would break the capture of a backward
+    // into a graph.
+    if (!hooks->are_in_place(slot.parameter) || !hooks->are_on_current_stream(slot.parameter)) {
+      hooks.reset();  // and with it the old node, if no graph has it
+      hooks = make_hooks(slot);
+    }
+  }
+  forward_began_ = now_ns();
+  first_node_of_forward_ = next_node();
+}
+
+void Reducer::note_changed_buffers(std::size_t first, std::uint64_t digest) {
+  Digest all;
+  all.add(changed_buffers_);
+  all.add(digest);
+  changed_buffers_ = all.value();
+  const bool is_first = first_changed_buffer_ == 0 || first < first_changed_buffer_;
+  first_changed_buffer_ = is_first ? first : first_changed_buffer_;
+}
+
 void Reducer::conclude_held() {
+  if (!why_lost_.empty()) {
+    throw InvalidUsage(why_lost_);
+  }
   if (!std::exchange(is_held_, false)) {
     return;
   }
@@ -25,6 +75,9 @@ void Reducer::synchronize(const std::function<void()>& require) {
     throw InvalidUsage("sync_gradients() is called after backward(), not within it");
   }
   await_thrown();
+  if (is_held_) {
+    conclude_held();
+  }
   const c10::AutoGradMode no_grad(false);
   prepare_round(now_ns());
   round_.is_bare = false;
@@ -125,6 +178,9 @@ void Reducer::set_joining(Joining joining, bool throws_on_first) noexcept {
 
 bool Reducer::join_round() {
   await_thrown();
+  if (is_held_) {
+    conclude_held();
+  }
   const c10::AutoGradMode no_grad(false);
   is_present_ = false;
   // What was accumulated and never averaged is not part of anybody's step.

@@ -10,7 +10,6 @@
 #include <exception>
 #include <utility>
 
-#include "base/digest.h"
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "c10d/errors.h"
@@ -120,47 +119,6 @@ void Reducer::await_thrown() {
   constexpr std::chrono::seconds kLongEnough(5);
   std::unique_lock lock(open_mutex_);
   (void)open_changed_.wait_for(lock, kLongEnough, [this] { return open_backwards_ == 0; });
-}
-
-void Reducer::prepare_forward(bool is_for_training) {
-  if (is_for_training) {
-    await_thrown();
-  }
-  forwards_ += is_for_training ? 1 : 0;
-  const bool is_outside = current_.expired();
-  if (is_outside) {
-    drain();
-  }
-  for (GradientSlot& slot : arena_.slots()) {
-    if (is_outside && !slot.parameter.grad().defined() && slot.seen.expired()) {
-      slot.is_pending = false;  // nobody has it, so what is put there next is another one
-      slot.aside.reset();
-    }
-    if (is_outside) {
-      arena_.lent().forget(slot);
-    }
-    require_unchanged(slot);
-    std::unique_ptr<AccumulationHooks>& hooks = hooks_[slot.index];
-    // A parameter that was converted to another type and back has a new node that accumulates its
-    // gradient, without our hooks. And a node that works on another stream than the gradients'
-    // would wait for their stream in every backward, which would break the capture of a backward
-    // into a graph.
-    if (!hooks->are_in_place(slot.parameter) || !hooks->are_on_current_stream(slot.parameter)) {
-      hooks.reset();  // and with it the old node, if no graph has it
-      hooks = make_hooks(slot);
-    }
-  }
-  forward_began_ = now_ns();
-  first_node_of_forward_ = next_node();
-}
-
-void Reducer::note_changed_buffers(std::size_t first, std::uint64_t digest) {
-  Digest all;
-  all.add(changed_buffers_);
-  all.add(digest);
-  changed_buffers_ = all.value();
-  const bool is_first = first_changed_buffer_ == 0 || first < first_changed_buffer_;
-  first_changed_buffer_ = is_first ? first : first_changed_buffer_;
 }
 
 void Reducer::announce(bool averages) {
@@ -332,6 +290,9 @@ bool Reducer::finish(Backward& backward) {
   round_.times->computed = now_ns();
   open_or_give_up();
   is_held_ = is_holding_;
+  if (is_held_) {
+    round_.times->held = now_ns();
+  }
   return !is_held_;
 }
 
@@ -359,7 +320,13 @@ void Reducer::abandon(Backward& backward) noexcept {
 // -- beginning
 
 std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulates) {
-  give_up_held();
+  if (is_held_) {
+    lose_held("another backward");
+    throw InvalidUsage(why_lost_);
+  }
+  if (averages) {
+    why_lost_.clear();
+  }
   auto backward = std::make_shared<Backward>(shared_from_this(), averages, accumulates, weight_);
   backward->is_captured = is_capturing();
   current_ = backward;
@@ -403,6 +370,7 @@ void Reducer::enter(Backward& backward) {
 // What has arrived before then leaves at its end.
 void Reducer::let_average(Backward& backward) {
   backward.synchronizes = true;
+  why_lost_.clear();
   if (backward.round) {
     prepare_round(backward.began);
     round_.is_captured = round_.is_captured || backward.is_captured;

@@ -57,8 +57,10 @@
 // A backward may hold its round: it launches what can leave without waiting, and returns. The
 // program does something more urgent, such as to send what the next rank of a pipeline waits for,
 // and then calls conclude_held(), which closes and concludes the round as the end of backward does
-// otherwise. Where the program begins anything else with the reducer instead, because an exception
-// came between, the round is given up, and the other ranks raise as after a backward that threw.
+// otherwise. synchronize() and the end of join() do so first. Where the program begins anything
+// else with the reducer instead, but for a forward without gradients, the round is lost. The other
+// ranks raise as after a backward that threw, and conclude_held() raises here, until a backward
+// averages. Where the program knows that an exception came between, it calls give_up_held().
 //
 // Note [Set aside]
 // The mean of gradients that all ranks share is what it was, so averaging what was averaged already
@@ -237,11 +239,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool is_holding() const noexcept { return is_holding_; }
   // Whether a round is held.
   [[nodiscard]] bool is_held() const noexcept { return is_held_; }
-  // Collective, outside of backward: concludes the round that is held, if one is.
+  // Collective, outside of backward: concludes the round that is held, if one is. Throws
+  // InvalidUsage where it was lost.
   void conclude_held();
+  // The program does not want the round any more that is held, if one is.
+  void give_up_held() noexcept;
+  // Why a round that was held is lost, from then on until a backward averages; empty: none is.
+  [[nodiscard]] const std::string& why_lost() const noexcept { return why_lost_; }
 
   // Collective: averages what has not been yet, outside of backward: gradients that were
-  // accumulated only, and those that somebody put into `parameter.grad`.
+  // accumulated only, and those that somebody put into `parameter.grad`. Before that, it concludes
+  // the round that is held, if one is.
   // `require` throws where this rank cannot take part; the others learn that.
   void synchronize(const std::function<void()>& require);
 
@@ -374,8 +382,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void close_or_give_up();
   void conclude_round(bool learns);
   void run_round();
-  void give_up() noexcept;
-  void give_up_held() noexcept;
+  void give_up(Closing::Status status = Closing::Status::kThrew) noexcept;
+  void lose_held(const char* to);
   void fall_out_of_step();
   void break_off();
   void wait();
@@ -441,6 +449,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<double> weight_;
   bool is_holding_ = false;
   bool is_held_ = false;
+  std::string why_lost_;
   Joining joining_ = Joining::kNot;
   bool throws_on_first_ = false;
   bool is_present_ = true;

@@ -448,7 +448,7 @@ bool Reducer::is_idle() const { return operations_.is_idle() && policy_->is_idle
 
 // Waits for what an earlier round has left under way.
 void Reducer::drain() {
-  give_up_held();
+  lose_held("something else");
   if (is_idle()) {
     return;
   }

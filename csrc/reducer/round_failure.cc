@@ -28,7 +28,7 @@ std::string what_happened() {
 
 // Sends the other ranks everything that they wait for, and tells them in the closing that it is
 // worth nothing.
-void Reducer::give_up() noexcept {
+void Reducer::give_up(Closing::Status status) noexcept {
   try {
     const c10::AutoGradMode no_grad(false);
     if (round_.opening == nullptr) {
@@ -48,10 +48,10 @@ void Reducer::give_up() noexcept {
       // closing ends the group.
       round_.launched = arena_.buckets().size();
     }
-    launch_rest(Closing::Status::kThrew);
+    launch_rest(status);
     if (!round_.is_closed) {
-      hand_over_sparse(Closing::Status::kThrew);
-      close_round(Closing::Status::kThrew);
+      hand_over_sparse(status);
+      close_round(status);
     }
   } catch (const std::exception& error) {
     // The caller sees the error of the backward; a group that failed has told everybody already.
@@ -69,10 +69,21 @@ void Reducer::give_up() noexcept {
   orphan();
 }
 
-// For a round that was not concluded before this rank begins anything else.
 void Reducer::give_up_held() noexcept {
   if (std::exchange(is_held_, false)) {
-    give_up();
+    give_up(Closing::Status::kGivenUp);
+  }
+}
+
+// For a round that was not concluded before this rank begins anything else. The program has yet to
+// hear of it.
+void Reducer::lose_held(const char* to) {
+  if (is_held_) {
+    why_lost_ = join("the average of the last backward's gradients was given up on rank ",
+                     communicator_->rank(), ", because ", to,
+                     " came before conclude_average(): call that first; set the gradients to zero, "
+                     "and go forward and backward again");
+    give_up_held();
   }
 }
 

@@ -5,7 +5,8 @@
 namespace pydist {
 namespace {
 
-double seconds(Instant from, Instant to) { return static_cast<double>(to - from) * 1e-9; }
+double seconds(Instant duration) { return static_cast<double>(duration) * 1e-9; }
+double seconds(Instant from, Instant to) { return seconds(to - from); }
 
 // Folds a value into the mean of `count` values, itself included.
 void fold(double& mean, double value, std::int64_t count) {
@@ -19,7 +20,7 @@ void add_round(ReducerStats& stats, const GradientArena& arena, const RoundTimes
   ++stats.rounds;
   ++stats.bucket_rounds;
   stats.compute_s += seconds(times.began, times.computed) - launching_s;
-  stats.exposed_s += seconds(times.wait_began(), times.ended) + launching_s;
+  stats.exposed_s += seconds(times.exposed()) + launching_s;
   stats.buckets.resize(arena.buckets().size());
   // Launched in order, and most often done in it: the union of the intervals in one pass.
   Instant busy_until = times.began;

@@ -38,12 +38,18 @@ struct RoundTimes {
   Instant forward_ended = 0;
   Instant began = 0;
   Instant computed = 0;  // backward is through
+  Instant held = 0;      // backward has returned, and its round is held
   Instant resumed = 0;   // the program has come back to a round that it had held
   Instant ended = 0;     // everything is averaged
   std::deque<BucketTimes> buckets;
 
   // From then on the training thread does nothing but wait.
   [[nodiscard]] Instant wait_began() const { return std::max(computed, resumed); }
+  // How long the training thread launched and waited, after its backward was computed. What it did
+  // while the round was held does not count.
+  [[nodiscard]] Instant exposed() const {
+    return ended - wait_began() + (held != 0 ? held - computed : 0);
+  }
 };
 
 // What one bucket has cost, as means over the rounds; seconds since the beginning of backward.

@@ -41,6 +41,7 @@ ErrorDescription Reducer::why_worthless() const {
   Ranks refused;
   Ranks left;
   Ranks threw;
+  Ranks gave_up;
   Ranks joined;
   Ranks as_one;
   Ranks by_share;
@@ -54,7 +55,7 @@ ErrorDescription Reducer::why_worthless() const {
                                                 : refused)
           .push_back(rank);
     } else if (status != Closing::Status::kFine) {
-      threw.push_back(rank);
+      (status == Closing::Status::kGivenUp ? gave_up : threw).push_back(rank);
     }
     if (!opening.is_present) {
       joined.push_back(rank);
@@ -99,6 +100,15 @@ ErrorDescription Reducer::why_worthless() const {
                            ": the exception is there; ",
                            has_hook_thrown() ? kHooksOutOfStep
                                              : "set the gradients to zero before the next step"));
+  }
+  if (!gave_up.empty()) {
+    return because_of(
+        gave_up, "did not conclude its average",
+        join("rank ", numbers(gave_up),
+             " went backward and did not wait for the average of the gradients, ", kIncomplete,
+             ": an exception came in between, such as one in the schedule of a pipeline, or "
+             "something else before conclude_average(), such as a forward; set the gradients to "
+             "zero before the next step"));
   }
   if (!mixed.empty()) {
     return because_of(

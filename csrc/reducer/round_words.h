@@ -40,7 +40,8 @@ struct Opening {
 
 // After the last bucket.
 struct Closing {
-  enum class Status { kFine, kThrew, kHookThrew };
+  // kGivenUp: of a round that was held, see Note [Held rounds].
+  enum class Status { kFine, kThrew, kHookThrew, kGivenUp };
   Status status = Status::kFine;
   bool wants_buffers = false;  // has changed its buffers
   bool wants_plan = false;     // has another plan to offer; rank 0 only

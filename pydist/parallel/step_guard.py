@@ -82,6 +82,13 @@ def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reduc
                 f"{type(optimizer).__name__}.step() is called within backward, from a hook say, "
                 "before gradients are averaged: call it after backward()"
             )
+
+    _require_concluded(optimizer, reducers)
+
+
+def _require_concluded(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
+    """Nothing is left of a round that was held: it is concluded."""
+    for reducer in reducers:
         if reducer.is_held:
             raise InvalidUsage(
                 f"{type(optimizer).__name__}.step() is called before gradients are averaged: a "
@@ -89,9 +96,14 @@ def _require_outside_backward(optimizer: Optimizer, reducers: list[_native.Reduc
                 "called neither perform_reduce_grad() nor scale_grads() of the stage; run the "
                 "schedule's step again, after zero_grad()"
             )
+        if reducer.enabled and reducer.why_lost:
+            raise InvalidUsage(
+                f"{type(optimizer).__name__}.step() has no gradients: {reducer.why_lost}"
+            )
 
 
 def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
+    _require_concluded(optimizer, reducers)  # which a closure may have left
     if getattr(optimizer, "refuses_pending_gradients", False):
         return
     for wrapper in newest_first():

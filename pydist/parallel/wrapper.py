@@ -93,6 +93,10 @@ _CONFIGURABLE = (
 # Of these, those that say the same in two ways.
 _ALIKE = (("broadcast_buffers", "forward_sync_buffers"), ("bucket_cap_mb", "bucket_cap_mb_list"))
 
+# Of wrappers that are gone. The other ranks have yet to be told that an average was given up; when
+# they make another wrapper with this rank, they have been.
+_giving_up: list[_native.Reducer] = []
+
 # The wrapper that is in join(). There may be only one: ranks that wait for each other in two of
 # them would wait in a circle.
 _joining: weakref.ref[DataParallel] | None = None
@@ -443,6 +447,9 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._communicator, self._input_device = communicator, input_device
         self._trained, self._buffer_sync = trained, buffer_sync
         self._working_reducer = reducer
+        # Nobody can conclude what is held once the wrapper is gone.
+        weakref.finalize(self, _give_up_held, weakref.ref(reducer)).atexit = False
+        _giving_up.clear()
         self._sentinel.watch(trained.known, membership.rank(), reducer)
         guard_steps()
         look_at_torchs_wrappers()
@@ -571,24 +578,37 @@ class DataParallel(TorchIdioms, StandsForModule):
         """Lets a backward that ends inside return before its gradients are averaged.
 
         What is ready of them is on its way by then. `conclude_average()` waits for the rest, and
-        all ranks call it before anything else of the model: a forward, or a backward, that comes
-        first gives the average up, and the other ranks get a `pydist.Error`.
+        all ranks call it before anything else of the model but evaluation: a forward with gradients
+        enabled, or a backward, that comes first gives the average up. Then `conclude_average()`, or
+        the optimizer's step, raises here, and the other ranks get a `pydist.Error`.
         """
         self.require_joined()
         reducer = self._reducer
-        reducer.holding = True
+        before, reducer.holding = reducer.holding, True
         try:
             yield
         finally:
-            reducer.holding = False
+            reducer.holding = before
 
     def conclude_average(self) -> None:
         """Returns once gradients are averaged of a backward that ended in `holding_average()`.
 
-        Does nothing where there was none. Raises what that backward would have raised at its end.
+        All ranks call it. Does nothing where there was none.
+
+        Raises:
+            InvalidUsage: A forward, or something else, came first, and gave the average up.
+            Error: Another rank gave it up; or what that backward would have raised at its end.
         """
         if self._working_reducer is not None:
             self._working_reducer.conclude_held()
+
+    def give_up_average(self) -> None:
+        """Lets the other ranks know that the average is not wanted that `holding_average()` holds.
+
+        They get a `pydist.Error` from `conclude_average()`. Does nothing where none is held.
+        """
+        if self._working_reducer is not None:
+            self._working_reducer.give_up_held()
 
     @contextlib.contextmanager
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
@@ -638,7 +658,8 @@ class DataParallel(TorchIdioms, StandsForModule):
         That is what was accumulated under `no_sync()`, and what was put into `parameter.grad` by
         hand, from `torch.autograd.grad` say, which accumulates nothing and so averages nothing.
         A backward averages what was put by hand before it, too, with its own, for the weight of
-        the first backward that the step accumulates.
+        the first backward that the step accumulates. What `holding_average()` holds is concluded
+        first.
 
         Raises:
             InvalidUsage: A gradient that accumulates on top of an averaged one was changed or
@@ -1074,6 +1095,13 @@ class DataParallel(TorchIdioms, StandsForModule):
 def is_joining() -> bool:
     """Whether a wrapper is in `join()`, so that ranks without batches run no forward."""
     return _joining is not None
+
+
+def _give_up_held(itself: weakref.ref[_native.Reducer]) -> None:
+    reducer = itself()
+    if reducer is not None and reducer.is_held:
+        reducer.give_up_held()
+        _giving_up.append(reducer)
 
 
 def _warn_of_unknown(local: RankLocal) -> None:

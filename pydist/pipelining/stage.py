@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed.pipelining as torch_pipelining
@@ -26,8 +27,14 @@ class ReplicatedStage(_Stage):
     Note [When a stage averages]: forwards of all micro-batches but the last one run under
     `no_sync()`, so their backwards accumulate. The last backward averages what all have
     accumulated. It holds that average (`DataParallel.holding_average`), so that the schedule can
-    send the input's gradient on, and `perform_reduce_grad`, which schedules call after that,
-    concludes it.
+    send the input's gradient on, and `perform_reduce_grad`, which torch's schedules call after
+    that, concludes it. Classes derived from `PipelineScheduleMulti` that take its
+    `_step_microbatches` call `scale_grads` alone, before they send: there the average is waited for
+    first.
+
+    Note [Interrupted steps]: a process with one stage ends a step with its average, or with that
+    of nothing: all messages of the step have come. Where it has several, an exception in between
+    leaves messages of the other stages unreceived, and the next step would take them for its own.
     """
 
     # How many backwards of the step have run.
@@ -36,6 +43,10 @@ class ReplicatedStage(_Stage):
     _compared: int | None = None
     # What gradients were divided by at the end of the last step.
     scaled_by: int | None = None
+    # A step has run a forward, and its average has not come.
+    _is_in_step: bool = False
+    # See Note [Interrupted steps].
+    _is_broken: bool = False
 
     @property
     def replicated(self) -> DataParallel | None:
@@ -45,7 +56,9 @@ class ReplicatedStage(_Stage):
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Runs a micro-batch's forward, which decides whether its backward averages."""
+        self._require_whole_steps()
         model = self.replicated
+        self._is_in_step = self.has_backward and model is not None
         if self.chunks != self._compared:
             self._look_at_the_module(model)
             self._compared = self.chunks
@@ -119,6 +132,7 @@ class ReplicatedStage(_Stage):
     def _conclude_average(self) -> None:
         if (model := self.replicated) is not None:
             model.conclude_average()
+        self._is_in_step = False
 
     def _is_last(self, chunk_id: int) -> bool:
         return self.chunks is not None and chunk_id == self.chunks - 1
@@ -126,16 +140,36 @@ class ReplicatedStage(_Stage):
     def clear_runtime_states(self) -> None:
         """Forgets what an interrupted step has left."""
         self._backwards = 0
+        if (model := self.replicated) is not None:
+            model.give_up_average()
+        self._is_broken = self._is_in_step and self.num_stages > self.group_size
         super().clear_runtime_states()
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
+        """Receives a micro-batch, if the step before this one has left nothing to receive."""
+        self._require_whole_steps()
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def _require_whole_steps(self) -> None:
+        """Not where the step begins: the other stages of this process give up averages first."""
+        if self._is_broken:
+            raise InvalidUsage(
+                f"the last step of stage {self.stage_index} was interrupted before its gradients "
+                "were averaged. This process has several stages, so messages of that step may be "
+                "under way still, and this step would take them for its own: end the job and go on "
+                "from a checkpoint, or make new groups for the stages of each replica, new stages "
+                "and a new schedule"
+            )
 
 
 class PipelineStage(ReplicatedStage, torch_pipelining.PipelineStage):
     """torch's stage, for a module in a `pydist.DataParallel` over the stage's replicas.
 
-    Takes torch's arguments, and works with torch's schedules. A step takes one round of the
-    replicas' all-reduces. It begins as the backward of the last micro-batch runs, and its end is
-    waited for in `perform_reduce_grad`, which schedules call after they have sent the input's
-    gradient to the stage before this one.
+    Takes torch's arguments but `dw_builder`, and works with torch's schedules, except for
+    ScheduleLoopedBFS, which reverses the backwards. A step takes one round of the replicas'
+    all-reduces. It begins as the backward of the last micro-batch runs, and its end is waited for
+    in `perform_reduce_grad`, which torch's schedules call after they have sent the input's gradient
+    to the stage before this one. A schedule that calls `scale_grads` before it sends waits there.
 
     Zero-bubble schedules divide a backward in two, of which neither sets off the hooks of
     gradients. This stage does all of it in the first part, so their numbers are right, and their
@@ -149,9 +183,11 @@ class PipelineStage(ReplicatedStage, torch_pipelining.PipelineStage):
     statistics of BatchNorm take up; not where the stage is given `input_args` and `output_args`.
 
     Raises:
-        InvalidUsage: While a schedule runs: it takes the micro-batches' backwards in an order in
-            which the last one does not come last, or it steps within `model.weighted()`, for which
-            there is `WeightedLoss`; or a part of the module is in a `pydist.DataParallel`.
+        InvalidUsage: A `dw_builder` is given for a module in a `pydist.DataParallel`. While a
+            schedule runs: it takes the micro-batches' backwards in an order in which the last one
+            does not come last, or it steps within `model.weighted()`, for which there is
+            `WeightedLoss`; or a part of the module is in a `pydist.DataParallel`; or this process
+            has several stages, and its last step was interrupted by an exception.
         Mismatch: While a schedule runs: replicas have different numbers of micro-batches.
 
     Example:
@@ -159,3 +195,13 @@ class PipelineStage(ReplicatedStage, torch_pipelining.PipelineStage):
         >>> model = pydist.DataParallel(part, process_group=replicas)  # doctest: +SKIP
         >>> stage = PipelineStage(model, 0, 2, device, group=chain)  # doctest: +SKIP
     """
+
+    @functools.wraps(torch_pipelining.PipelineStage.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.replicated is not None and self.dw_builder is not None:
+            raise InvalidUsage(
+                f"stage {self.stage_index} has a dw_builder, and its module is in a "
+                "pydist.DataParallel: gradients of weights that come after the backward would not "
+                "be averaged, so leave dw_builder out"
+            )

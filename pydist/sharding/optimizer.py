@@ -510,7 +510,9 @@ class ShardedOptimizer(Optimizer):
             if reducer is None:  # all ranks have retired the model
                 return
             reducer.await_thrown()  # which its thread may not have let go of yet
-            if reducer.is_in_backward:  # it tells what raises there
+            # The others hear what raises there from the backward; of an average that is held, when
+            # it is concluded or given up. Where it was lost, they have heard.
+            if reducer.is_in_backward or reducer.is_held or reducer.why_lost:
                 return
         if self._phase == "checking":
             with contextlib.suppress(Error, type(error)), self._in_step():

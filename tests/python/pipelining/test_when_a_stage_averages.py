@@ -1,5 +1,6 @@
 """A stage sends its input's gradient on before its replicas have averaged."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -79,7 +80,7 @@ def test_the_gradient_is_sent_before_the_average_is_done(four: Ranks, kind: str)
     four.run(sends_on_first, kind)
 
 
-def is_interrupted() -> str:
+def is_interrupted(sharded: int) -> str:
     """In the second of three steps, an exception comes between a backward and its average."""
     place = Place(2, "1F1B")
     is_armed = False
@@ -92,7 +93,11 @@ def is_interrupted() -> str:
 
     (stage,) = place.make(whole_model(), Fails)
     schedule = place.schedule("1F1B", [stage], nn.functional.mse_loss)
-    optimizer = sgd(stage.submod.parameters())
+    optimizer: Any = sgd(stage.submod.parameters())
+    if sharded:
+        optimizer = pydist.ShardedOptimizer(
+            stage.submod, torch.optim.SGD, lr=0.3, momentum=0.9, stage=sharded
+        )
     told = ""
     for step in range(3):
         is_armed = step == 1
@@ -110,11 +115,80 @@ def is_interrupted() -> str:
     return told
 
 
-def test_a_step_that_is_interrupted_in_between_leaves_a_usable_model(four: Ranks) -> None:
-    first, interrupted, second, its_replica = four.run(is_interrupted)
+@pytest.mark.parametrize("sharded", [0, 1, 2])
+def test_a_step_that_is_interrupted_in_between_leaves_a_usable_model(
+    four: Ranks, sharded: int
+) -> None:
+    first, interrupted, second, its_replica = four.run(is_interrupted, sharded)
     assert first == second == ""  # of the other stage, whose average was done
     assert interrupted == "RuntimeError: in between"
-    assert "Error: backward raised on rank" in its_replica
+    assert "Error: rank 0 went backward and did not wait for the average" in its_replica
+
+
+def is_interrupted_among_stages(who: int, where: int) -> list[str]:
+    """On a process with several stages. Returns what each of three steps raised."""
+    place = Place(2, "Interleaved1F1B")
+    is_armed = False
+
+    class Fails(PipelineStage):
+        def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+            if is_armed and pydist.rank() == who and self.stage_index == where:
+                raise RuntimeError("in between")
+            super().perform_reduce_grad(grad_scale_factor)
+
+    stages = place.make(whole_model(), Fails)
+    schedule = place.schedule("Interleaved1F1B", stages, nn.functional.mse_loss)
+    told = []
+    try:
+        for step in range(3):
+            is_armed = step == 1
+            for stage in stages:
+                stage.submod.zero_grad()
+            try:
+                place.step(schedule, *batch(step))
+                told.append("")
+            except (RuntimeError, pydist.Error) as error:
+                told.append(f"{type(error).__name__}: {error}")
+        if pydist.rank() % 2 == who % 2:
+            dist.barrier(group=place.peers)  # both have been told
+    finally:
+        pydist.shutdown()  # as at the end of a program: the other stages wait for this rank
+    return told
+
+
+@pytest.mark.parametrize(("who", "where"), [(0, 2), pytest.param(1, 3, marks=pytest.mark.thorough)])
+def test_an_interrupted_step_of_several_stages_refuses_the_next(
+    four: Ranks, who: int, where: int
+) -> None:
+    told = four.run(is_interrupted_among_stages, who, where)
+    assert told[who][1] == "RuntimeError: in between"
+    assert "went backward and did not wait for the average" in told[(who + 2) % 4][1]
+    for rank in (who, (who + 2) % 4):
+        assert f"the last step of stage {rank % 2} was interrupted" in told[rank][2]
+    for neighbour in ((who + 1) % 2, (who + 1) % 2 + 2):  # who sees the others go
+        assert any("PeerLost" in each for each in told[neighbour]), told[neighbour]
+
+
+def has_a_dw_builder() -> None:
+    place = Place(2, "1F1B")
+    (part,) = place.parts(whole_model())
+    model = pydist.DataParallel(part, process_group=place.peers)
+    for module in (model, part):
+        with contextlib.ExitStack() as refused:
+            if module is model:
+                refused.enter_context(pytest.raises(pydist.InvalidUsage, match="has a dw_builder"))
+            PipelineStage(
+                module,
+                place.position,
+                2,
+                torch.device("cpu"),
+                group=place.chain,
+                dw_builder=lambda: lambda: None,
+            )
+
+
+def test_weight_gradients_that_come_later_are_refused(four: Ranks) -> None:
+    four.run(has_a_dw_builder)
 
 
 class Shifted(nn.Module):
