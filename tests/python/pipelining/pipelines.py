@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import pydist
 from pydist.pipelining import PipelineStage
@@ -18,6 +19,7 @@ SCHEDULES = {
     "Interleaved1F1B": torch_pipelining.ScheduleInterleaved1F1B,
     "InterleavedZeroBubble": torch_pipelining.ScheduleInterleavedZeroBubble,
     "ZBVZeroBubble": torch_pipelining.ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
 }
 MICRO_BATCHES, STEPS, SAMPLES, WIDTH = 4, 3, 32, 6
 
@@ -68,7 +70,10 @@ class Place:
                 2,
             )
         else:
-            self.stages = [position, 3 - position if kind.startswith("ZBV") else position + 2]
+            self.stages = [
+                position,
+                3 - position if kind in ("ZBVZeroBubble", "DualPipeV") else position + 2,
+            ]
             self.layers, self.of_all = [[stage] for stage in self.stages], 4
         samples = SAMPLES // replicas
         self.share = slice(self.replica * samples, (self.replica + 1) * samples)

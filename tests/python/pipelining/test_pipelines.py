@@ -50,7 +50,13 @@ def train(kind: str, replicas: int, sharded: bool, dtype: torch.dtype) -> tuple[
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("kind", list(SCHEDULES))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.thorough if kind == "DualPipeV" else ())
+        for kind in SCHEDULES
+    ],
+)
 def test_weights_are_those_of_one_process_and_a_step_is_one_round(
     four: Ranks, kind: str, sharded: bool
 ) -> None:
