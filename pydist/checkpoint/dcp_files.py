@@ -225,6 +225,19 @@ class Contents:
         entry = self._metadata.state_dict_metadata.get(name)
         return entry if isinstance(entry, TensorStorageMetadata) else None
 
+    def names_of(self, name: str) -> list[str]:
+        """All names of a tensor, in order: tied weights have several."""
+        return next((names for names in self._shared if name in names), [name])
+
+    @functools.cached_property
+    def _shared(self) -> list[list[str]]:
+        """The names of each tensor that has several: what is in one place of a file."""
+        found: dict[tuple[str, int], list[str]] = {}
+        for index, place in self._metadata.storage_data.items():
+            if index.offset is not None and not any(index.offset):
+                found.setdefault((place.relative_path, place.offset), []).append(index.fqn)
+        return [sorted(names) for names in found.values() if len(names) > 1]
+
     def require_tensor(self, name: str) -> TensorStorageMetadata:
         """What is known of a tensor that other entries of the checkpoint refer to.
 

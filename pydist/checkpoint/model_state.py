@@ -246,7 +246,7 @@ def _put_back(
         master = masters.get(entries[name].removeprefix(PREFIX))
         if master is not None and value.dtype not in SHORT:
             whole = value.detach().permute(master.dims)
-            _widen(whole, entries[name], master.entry, contents)
+            widen(whole, entries[name], master.entry, contents)
     objects = contents.read_objects(entries[name] for name in state if name not in tensors)
     state.update({name: objects[entries[name]] for name in state if name not in tensors})
     # What is in place stays there; the module's hooks get to see the rest.
@@ -283,7 +283,7 @@ def unchanged_by_errors(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _widen(value: Tensor, entry: str, master_entry: str, contents: Contents) -> None:
+def widen(value: Tensor, entry: str, master_entry: str, contents: Contents) -> None:
     """Takes the float32 copy of a parameter that was in 16 bits, where those are its rounding."""
     rounded = contents.require_tensor(entry)
     master = torch.empty(value.numel(), dtype=torch.float32)
@@ -302,12 +302,15 @@ def read_whole(contents: Contents, root: str, rank: int) -> dict[str, object]:
     """
     state: dict[str, object] = {}
     for name in sorted(contents.of_rank(rank, f"{root}.")):
-        plain = plain_of(name.removeprefix(f"{root}."))
-        entry = contents.tensor(name)
-        if entry is not None:
-            value = torch.empty(entry.size, dtype=entry.properties.dtype)
-            contents.read_tensors([(name, (0,) * value.dim(), value)])
-            state[plain] = value
-        else:
-            state[plain] = contents.read_objects([name])[name]
+        state[plain_of(name.removeprefix(f"{root}."))] = read_value(contents, name)
     return state
+
+
+def read_value(contents: Contents, entry: str) -> Any:
+    """What a checkpoint has under a name: a tensor, all of it, or an object."""
+    known = contents.tensor(entry)
+    if known is None:
+        return contents.read_objects([entry])[entry]
+    value = torch.empty(known.size, dtype=known.properties.dtype)
+    contents.read_tensors([(entry, (0,) * value.dim(), value)])
+    return value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -129,29 +130,79 @@ def put_back(
     A sharded one takes it over segment by segment; where reading fails, it has taken a part.
     """
     if isinstance(optimizer, ShardedOptimizer):
-        local = optimizer.sharded_state()
         renaming = renaming_of(optimizer, names, rank)
-        with_masters = {
-            own
-            for own, known in local.parameters.items()
-            if any(MASTER in piece.values for piece in known.ranges)
-        }
-        # What is replaced is to be freed at once.
-        del local
-        parameters = {}
-        for own, (dims, ranges) in optimizer.ranges().items():
-            name = renaming[own]
-            entry = outline["parameters"][name]
-            parameters[own] = _read(contents, root, name, entry, dims, ranges)
-            if own in with_masters:
-                _add_masters(contents, name, parameters[own], dims, ranges)
-        back = {name: own for own, name in renaming.items()}
-        groups = renamed(outline["groups"], back)
-        optimizer.load_sharded_state(ShardedState(parameters, groups))
+        put_shards(
+            optimizer,
+            root,
+            renaming,
+            {name: Source(contents, outline, name) for name in renaming.values()},
+            outline["groups"],
+        )
         return
     named = named_in(optimizer, names, rank)
     known = _of_all(optimizer, named, outline, whole_state(root, outline, contents))
     optimizer.load_state_dict(laid_out(optimizer, known))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the state of a parameter is.
+
+    Attributes:
+        contents: Of which checkpoint.
+        outline: Of the optimizer in it.
+        name: What that calls the parameter.
+    """
+
+    contents: Contents
+    outline: Outline
+    name: str
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the outline says of the parameter."""
+        found: dict[str, Any] = self.outline["parameters"][self.name]
+        return found
+
+
+def put_shards(
+    optimizer: ShardedOptimizer,
+    root: str,
+    renaming: Mapping[str, str],
+    sources: Mapping[str, Source],
+    groups: list[dict[str, Any]],
+) -> None:
+    """Reads what this rank needs of a state into a sharded optimizer. Talks to nobody.
+
+    Args:
+        optimizer: It takes the state over segment by segment.
+        root: What checkpoints call it.
+        renaming: What a checkpoint calls the parameters that the optimizer has names of its own
+            for.
+        sources: By those names in a checkpoint. A parameter that has none was never updated.
+        groups: With these names.
+    """
+    local = optimizer.sharded_state()
+    with_masters = {
+        own
+        for own, known in local.parameters.items()
+        if any(MASTER in piece.values for piece in known.ranges)
+    }
+    shapes = {own: known.shape for own, known in local.parameters.items()}
+    # What is replaced is to be freed at once.
+    del local
+    parameters = {}
+    for own, (dims, ranges) in optimizer.ranges().items():
+        source = sources.get(renaming[own])
+        if source is None:
+            parameters[own] = ParameterState(shapes[own], dims)
+            continue
+        contents, name = source.contents, source.name
+        parameters[own] = _read(contents, root, name, source.entry, dims, ranges)
+        if own in with_masters:
+            _add_masters(contents, name, parameters[own], dims, ranges)
+    back = {name: own for own, name in renaming.items()}
+    optimizer.load_sharded_state(ShardedState(parameters, renamed(groups, back)))
 
 
 def _of_all(
@@ -170,27 +221,26 @@ def _of_all(
     """
     theirs = [group["params"] for group in outline["groups"]]
     matching = dict(matching_groups([list(group) for group in named], theirs) or [])
-    state: dict[int, Any] = {}
-    groups = []
-    number = 0
-    for position, group in enumerate(optimizer.param_groups):
-        loaded = group
-        numbers: Iterator[int] = iter(())
-        if position in matching:
-            loaded = known["param_groups"][matching[position]]
-            numbers = iter(loaded["params"])
-        present = {id(parameter) for parameter in named[position].values()}
-        own = list(range(number, number + len(group["params"])))
-        number += len(own)
-        for index, parameter in zip(own, group["params"], strict=True):
-            is_loaded = id(parameter) in present
-            values = (
-                known["state"].get(next(numbers)) if is_loaded else optimizer.state.get(parameter)
+
+    def whole() -> Iterator[tuple[Mapping[str, Any], list[Any]]]:
+        for position, group in enumerate(optimizer.param_groups):
+            loaded = group
+            numbers: Iterator[int] = iter(())
+            if position in matching:
+                loaded = known["param_groups"][matching[position]]
+                numbers = iter(loaded["params"])
+            present = {id(parameter) for parameter in named[position].values()}
+            yield (
+                loaded,
+                [
+                    known["state"].get(next(numbers))
+                    if id(parameter) in present
+                    else optimizer.state.get(parameter)
+                    for parameter in group["params"]
+                ],
             )
-            if values:
-                state[index] = values
-        groups.append({**loaded, "params": own})
-    return {"state": state, "param_groups": groups}
+
+    return numbered(whole())
 
 
 def laid_out(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -221,18 +271,33 @@ def _strided(value: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 def whole_state(root: str, outline: Outline, contents: Contents) -> dict[str, Any]:
     """The state of the optimizer at `root`, as torch's unsharded class has it: all of it."""
-    state: dict[int, dict[str, Any]] = {}
-    groups = []
+    return numbered(
+        (
+            group,
+            [
+                state_of_parameter(root, name, outline, group["params"], contents)
+                for name in group["params"]
+            ],
+        )
+        for group in outline["groups"]
+    )
+
+
+def numbered(groups: Iterable[tuple[Mapping[str, Any], Sequence[Any]]]) -> dict[str, Any]:
+    """A state as torch's unsharded class has it.
+
+    Args:
+        groups: The options of each, and the states of its parameters; empty or None: it has none.
+    """
+    state: dict[int, Any] = {}
+    described = []
     number = 0
-    for group in outline["groups"]:
-        numbers = list(range(number, number + len(group["params"])))
+    for options, states in groups:
+        numbers = list(range(number, number + len(states)))
         number += len(numbers)
-        for index, name in zip(numbers, group["params"], strict=True):
-            values = state_of_parameter(root, name, outline, group["params"], contents)
-            if values:
-                state[index] = values
-        groups.append({**group, "params": numbers})
-    return {"state": state, "param_groups": groups}
+        state.update((n, values) for n, values in zip(numbers, states, strict=True) if values)
+        described.append({**options, "params": numbers})
+    return {"state": state, "param_groups": described}
 
 
 def state_of_parameter(

@@ -1,5 +1,6 @@
 """Checkpoints of a model's parts load into parts that are cut otherwise, or it is said why not."""
 
+import copy
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 import pydist
 from pydist.checkpoint import from_parts
+from pydist.sharding.state.ranges import MASTER
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -65,10 +67,13 @@ def test_a_whole_is_one_part(tmp_path: Path) -> None:
 
 def refused(paths: list[Path], model: nn.Module, optimizer: Any, message: str) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     with pytest.raises(pydist.InvalidUsage, match=message):
         from_parts(paths, model=model, optimizer=optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
+    if optimizer is not None:
+        assert optimizer.state_dict() == state  # of an optimizer that has not stepped: options
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -81,12 +86,15 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     refused([], whole, None, "paths is empty")
     refused([a], whole, None, r"none of .*a has 2.weight: pass the checkpoints of all parts")
-    refused([a, c], whole, None, r"a and .*c both have 0.bias: .*names of the whole model")
+    refused([a, c], whole, None, r"a and .*c both have 0.weight, with .*names of the whole")
     refused([a, b], whole, adam(whole), r"lr=0.1 and 0.2: put them into groups of their own")
     sgd = torch.optim.SGD(whole.parameters(), lr=0.1)
     refused([a, b], whole, sgd, "a is of Adam, and the optimizer is SGD")
     pydist.save(tmp_path / "d", model=second)
-    refused([a, tmp_path / "d"], whole, adam(whole), "no optimizer: it was saved without one")
+    refused([a, tmp_path / "d"], whole, adam(whole), "state of 2.weight; .*d was saved without an")
+    refused([a, a], first, adam(first), "a and .*a both have the optimizer's state of 0.weight")
+    with pytest.raises(pydist.InvalidUsage, match="model is a mapping, and from_parts loads one"):
+        from_parts([a, b], model={"G": whole})  # type: ignore[arg-type]
     from_parts([a, tmp_path / "d"], model=whole)  # whose values alone are wanted
 
     for name, part, step in (("e", first, 10), ("f", second, 20)):
@@ -111,3 +119,99 @@ def test_options_of_two_groups_go_on_in_two_groups(tmp_path: Path) -> None:
     from_parts(paths, model=whole, optimizer=optimizer)
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0]
     assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.1]
+
+
+def test_a_frozen_part_has_no_optimizer_and_one_path_is_one_part(tmp_path: Path) -> None:
+    frozen, second = layers(0, 2).requires_grad_(False), layers(2, 4)
+    pydist.save(tmp_path / "a", model=frozen)
+    b = saved(tmp_path / "b", second, adam(second))
+    whole = layers(0, 4, seed=1)
+    whole[:2].requires_grad_(False)
+    for given in (list(whole.parameters()), list(whole[2:].parameters())):
+        optimizer = torch.optim.Adam(given)
+        from_parts([tmp_path / "a", b], model=whole, optimizer=optimizer)
+        assert torch.equal(whole[0].weight, frozen.get_parameter("0.weight"))
+        assert set(optimizer.state) == set(whole[2:].parameters())
+    from_parts(str(b), model=layers(2, 4, seed=1))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.head(self.embed(x))
+        return y
+
+
+def alone(name: str, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(OrderedDict([(name, nn.Linear(3, 3, bias=False))]))
+
+
+def test_tied_weights(tmp_path: Path) -> None:
+    tied = Tied()
+    optimizer = adam(tied)
+    path = saved(tmp_path / "tied", tied, optimizer)
+    head = alone("head", 1)
+    of_head = adam(head)
+    from_parts([path], model=head, optimizer=of_head)
+    weight = head.get_parameter("head.weight")
+    assert torch.equal(weight, tied.embed.weight)
+    moment = optimizer.state[tied.embed.weight]["exp_avg"]
+    assert torch.equal(of_head.state[weight]["exp_avg"], moment)
+
+    untied = [alone("embed", 2), alone("head", 3)]
+    paths = [saved(tmp_path / str(i), m, adam(m)) for i, m in enumerate(untied)]
+    refused(paths, Tied(), None, "one tensor as embed.weight and head.weight, and the parts have")
+
+
+class WithBuffer(nn.Module):
+    """A layer, and a table that all parts have."""
+
+    def __init__(self, names: tuple[str, ...], value: float = 1.0) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(3, 3))
+        self.register_buffer("table", torch.full((3,), value))
+
+
+def test_a_buffer_of_several_parts(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        pydist.save(tmp_path / name, model=WithBuffer((name,), value))
+    from_parts([tmp_path / "a", tmp_path / "b"], model=WithBuffer(("a", "b"), 0.0))
+    paths = [tmp_path / "a", tmp_path / "c"]
+    refused(paths, WithBuffer(("a", "c")), None, "both have table, with different values")
+    part = nn.Sequential(OrderedDict([("a", nn.Linear(3, 3))]))
+    from_parts(paths, model=part)  # which does not want it
+
+
+def sharded(seed: int, dtype: torch.dtype) -> tuple[pydist.DataParallel, Any]:
+    model = pydist.DataParallel(layers(0, 2, seed).to(dtype))
+    return model, pydist.ShardedOptimizer(model, torch.optim.Adam, lr=1e-4)
+
+
+def masters(optimizer: Any) -> list[torch.Tensor]:
+    known = optimizer.sharded_state().parameters.values()
+    return [piece.values[MASTER] for each in known for piece in each.ranges]
+
+
+def test_float32_copies_of_16_bits_go_on(tmp_path: Path) -> None:
+    model, optimizer = sharded(0, torch.bfloat16)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+    pydist.save(tmp_path / "bf16", model=model, optimizer=optimizer)
+    again, its = sharded(1, torch.bfloat16)
+    from_parts([tmp_path / "bf16"], model=again, optimizer=its)
+    assert masters(its)
+    for found, expected in zip(masters(its), masters(optimizer), strict=True):
+        assert torch.equal(found, expected)
+    by_load, by_parts = layers(0, 2, 2), layers(0, 2, 3)
+    pydist.load(tmp_path / "bf16", model=by_load, optimizer=adam(by_load))
+    from_parts([tmp_path / "bf16"], model=by_parts)
+    for name, value in by_load.state_dict().items():
+        assert torch.equal(by_parts.state_dict()[name], value), name
