@@ -16,9 +16,6 @@ from pydist.errors import InvalidUsage
 from pydist.job import groups
 from pydist.pipelining.stage import ReplicatedStage
 
-# Of the reductions of torch.nn's losses. "batchmean" is a mean for the weight `len`.
-_MEANS = ("mean", "batchmean")
-
 
 class WeightedLoss:
     """A loss over micro-batches and replicas of different weights, for the schedules of all stages.
@@ -37,8 +34,8 @@ class WeightedLoss:
         stage: This rank's, which computes the loss if it is the last one.
 
     Raises:
-        InvalidUsage: `loss` has `reduction="sum"` or "none", as a module or by functools.partial;
-            or, while a schedule runs, it returns more than one number.
+        InvalidUsage: `loss` has `reduction="sum"`, as a module or by functools.partial, or it is
+            one of torch's with "none"; or, while a schedule runs, it returns more than one number.
 
     Example:
         >>> loss = WeightedLoss(cross_entropy, lambda t: (t != -100).sum(), stage)  # doctest: +SKIP
@@ -54,7 +51,7 @@ class WeightedLoss:
         stage: ReplicatedStage,
     ) -> None:
         reduction = _reduction_of(loss)
-        if reduction not in (None, *_MEANS):
+        if reduction == "sum" or (reduction == "none" and _is_torchs(loss)):
             raise InvalidUsage(
                 f"loss has reduction={reduction!r}, and WeightedLoss multiplies the mean over a "
                 "micro-batch by its weight: pass the loss with reduction='mean'"
@@ -115,6 +112,15 @@ class WeightedLoss:
                 "takes one number, the mean: pass the loss with reduction='mean'"
             )
         return mean
+
+
+def _is_torchs(loss: Any) -> bool:
+    """Whether a loss is torch's own. A class derived from one may take the mean by itself."""
+    if isinstance(loss, functools.partial):
+        return _is_torchs(loss.func)
+    loss = uncompiled(loss)
+    made_by = loss if hasattr(loss, "__qualname__") else type(loss)
+    return str(made_by.__module__).startswith("torch.")
 
 
 def _reduction_of(loss: Any) -> object:

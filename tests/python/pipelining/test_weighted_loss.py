@@ -67,10 +67,28 @@ def test_a_loss_that_says_it_is_no_mean_is_refused(loss: Any) -> None:
         WeightedLoss(loss, len, None)  # type: ignore[arg-type]
 
 
+class MeanOfEach(nn.CrossEntropyLoss):
+    """Takes the mean by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(reduction="none")
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(outputs, targets).mean()
+
+
+class OfTokens(nn.Module):
+    """Says how it is reduced in its own words."""
+
+    reduction = "token_mean"
+
+
 @pytest.mark.parametrize(
     "loss",
     [
         nn.CrossEntropyLoss(),
+        MeanOfEach(),
+        OfTokens(),
         nn.KLDivLoss(reduction="batchmean"),
         functools.partial(nn.functional.mse_loss, reduction="mean"),
         own_sum,  # which nobody can tell
