@@ -92,7 +92,7 @@ def main() -> None:
         raise SystemExit(f"the number of processes must be a multiple of {_STAGES}")
     if pydist.rank() == 0:
         print(machine.describe())
-        print(f"{'micro-batches':>13}{'once ms':>10}{'each ms':>10}{'rounds':>8}  each/once")
+        print(f"{'micro-batches':>13}{'once ms':>10}{'each ms':>10}{'turns':>8}  each/once")
     for micro_batches in arguments.micro_batches:
         times = take_turns(steps, (arguments.width, micro_batches), arguments.seconds)
         if pydist.rank() == 0:
