@@ -14,6 +14,7 @@ from pydist.job import groups
 from pydist.parallel.nested_wrappers import parts_by_path
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
+from pydist.pipelining.wrapped_errors import unwrapped_errors
 
 if TYPE_CHECKING:
     _Stage = torch_pipelining.PipelineStage
@@ -110,7 +111,8 @@ class ReplicatedStage(_Stage):
                 "must come last"
             )
         self._backwards = 0 if is_last else self._backwards + 1
-        with model.holding_average() if is_last else contextlib.nullcontext():
+        holding = model.holding_average() if is_last else contextlib.nullcontext()
+        with unwrapped_errors(), holding:
             return super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -189,6 +191,8 @@ class PipelineStage(ReplicatedStage, torch_pipelining.PipelineStage):
             `WeightedLoss`; or a part of the module is in a `pydist.DataParallel`; or this process
             has several stages, and its last step was interrupted by an exception.
         Mismatch: While a schedule runs: replicas have different numbers of micro-batches.
+        PeerLost: While a schedule runs: a rank has died or left. Torch's stage would make a
+            RuntimeError of what its backward raises; errors of pydist's come as themselves.
 
     Example:
         >>> from pydist.pipelining import PipelineStage
