@@ -46,6 +46,7 @@ def share_in_torchs_order(
     pad: Literal["repeat", "none"],
     shuffles: bool = True,
     split_batches: bool = False,
+    drop_last: bool | None = None,
     sampler_class: type[pydist.DistributedSampler] = pydist.DistributedSampler,
     **ranks: Any,
 ) -> pydist.PreparedLoader[Any]:
@@ -57,6 +58,7 @@ def share_in_torchs_order(
         pad: As for `pydist.DistributedSampler`.
         shuffles: Whether to go through the samples in torch's shuffled order, or as they come.
         split_batches: Whether the loader's batch size is that of all ranks together.
+        drop_last: As for `pydist.BatchSampler`; by default the loader's.
         sampler_class: Of the sampler.
         **ranks: `num_replicas` and `rank`, where they aren't the job's.
     """
@@ -66,5 +68,6 @@ def share_in_torchs_order(
     sampler = sampler_class(loader.dataset, seed=seed, pad=pad, order=order, **ranks)
     name = "global_batch_size" if split_batches else "batch_size"
     size: dict[str, Any] = {name: batched.batch_size}
-    batches = pydist.BatchSampler(sampler, drop_last=batched.drop_last, **size)
+    drops = batched.drop_last if drop_last is None else drop_last
+    batches = pydist.BatchSampler(sampler, drop_last=drops, **size)
     return prepared_with(loader, batches)

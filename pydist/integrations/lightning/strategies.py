@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.errors import InvalidUsage
-from pydist.integrations.lightning.loaders import SamplerOfFabric, shared
+from pydist.integrations.lightning.loaders import SamplerOfFabric, marking, shared
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
 from pydist.parallel.wrapper import watch_outputs
 
@@ -40,6 +40,10 @@ class _JoinsPydist(_Base):
                 "PYDIST_BACKEND=native, gloo or nccl."
             )
         return "pydist"
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return marking(super().distributed_sampler_kwargs)
 
 
 class TrainerMethods(_JoinsPydist):
