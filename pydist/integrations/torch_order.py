@@ -47,7 +47,6 @@ def share_in_torchs_order(
     shuffles: bool = True,
     split_batches: bool = False,
     drop_last: bool | None = None,
-    sampler_class: type[pydist.DistributedSampler] = pydist.DistributedSampler,
     **ranks: Any,
 ) -> pydist.PreparedLoader[Any]:
     """A loader like the given one, whose samples the ranks share, and which can be resumed.
@@ -59,13 +58,12 @@ def share_in_torchs_order(
         shuffles: Whether to go through the samples in torch's shuffled order, or as they come.
         split_batches: Whether the loader's batch size is that of all ranks together.
         drop_last: As for `pydist.BatchSampler`; by default the loader's.
-        sampler_class: Of the sampler.
         **ranks: `num_replicas` and `rank`, where they aren't the job's.
     """
     length, batched = sample_count(loader.dataset), loader.batch_sampler
     assert isinstance(batched, torch.utils.data.BatchSampler)
     order = TorchShuffle(length) if shuffles else pydist.Sequential(length)
-    sampler = sampler_class(loader.dataset, seed=seed, pad=pad, order=order, **ranks)
+    sampler = pydist.DistributedSampler(loader.dataset, seed=seed, pad=pad, order=order, **ranks)
     name = "global_batch_size" if split_batches else "batch_size"
     size: dict[str, Any] = {name: batched.batch_size}
     drops = batched.drop_last if drop_last is None else drop_last

@@ -138,7 +138,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         # Where the next iterator begins, and the batch of all ranks that the state it comes from
         # was made with (0: unknown).
         self._start = 0
-        self._is_loaded = False  # the epoch: by a state, and nobody has said one since
+        # Whether the epoch is that of a state, and nobody has said one since.
+        self.is_loaded = False
         self._start_batch = 0
         # What the state depends on: that of the iterator which was begun last, or, of a prepared
         # loader, has delivered last; unless set_epoch has gone elsewhere.
@@ -176,7 +177,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             epoch: from 0.
         """
         epoch = whole_number("epoch", epoch, 0, 2**63)
-        self._is_loaded = False
+        self.is_loaded = False
         if epoch != self._epoch:
             self._epoch, self._start, self._start_batch = epoch, 0, 0
             self._pass, self._open = None, []
@@ -233,7 +234,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self.seed = values.get("seed", self.seed)
         self._epoch, self._start = values["epoch"], values["position"]
         self._start_batch = values["batch"]
-        self._is_loaded = True
+        self.is_loaded = True
         self._pass = self._latest = None
         self._open = []
 
@@ -299,7 +300,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             is_counted=is_counted,
             on_end=self._go_on,
         )
-        if self._is_loaded and self._start >= len(self.order):
+        if self.is_loaded and self._start >= len(self.order):
             warnings.warn(
                 f"the state of the sampler was made with the last batch of epoch {self._epoch}, so "
                 "what is left of it has no batches, and the next iteration is of the epoch after: "
@@ -308,7 +309,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 "with its epoch before.",
                 stacklevel=3,
             )
-        self._is_loaded = False
+        self.is_loaded = False
         if is_counted:
             self._open.append(self._pass)
         if self._attendance is not None:
@@ -395,13 +396,13 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def place_kept(self) -> Iterator[None]:
         """Whatever is iterated over inside moves neither the epoch nor the state."""
         place = (self._epoch, self._start, self._start_batch, self._pass, self._open)
-        is_loaded, self._is_loaded = self._is_loaded, False
+        is_loaded, self.is_loaded = self.is_loaded, False
         self._open = []
         try:
             yield
         finally:
             self._epoch, self._start, self._start_batch, self._pass, self._open = place
-            self._is_loaded = is_loaded
+            self.is_loaded = is_loaded
 
     def check_batch(self, batch: int, state: Mapping[str, Any] | None = None) -> None:
         """Whether batches of so many samples fit a state in the middle of an epoch.

@@ -2,7 +2,9 @@
 
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning_runs as runs
@@ -10,6 +12,8 @@ import pytest
 import toy_training as toy
 from launch import Ranks
 from torch.utils.data import DataLoader, DistributedSampler
+
+import pydist
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -33,8 +37,8 @@ def fabric_of(strategy: str) -> Any:
     return fabric
 
 
-def batches_of(loader: Any) -> list[Any]:
-    return [runs.plain(batch) for batch in loader]
+def batches_of(batches: Any) -> list[Any]:
+    return [runs.plain(batch) for batch in batches]
 
 
 def loader_of(rank: int, length: int, *, own_sampler: bool, **settings: Any) -> Any:
@@ -91,3 +95,69 @@ def test_drop_last_leaves_out_what_it_does_on_ddp(two: Ranks, length: int) -> No
         for strategy in ("pydist", "ddp")
     )
     assert ours == theirs
+
+
+@toy.leaving()
+def epochs_after_resuming(path: str, kind: str, saves_at: int) -> Any:
+    """Three epochs of three batches; what a run does that goes on from a checkpoint of them.
+
+    Args:
+        path: Of the checkpoint.
+        kind: Who prepares the loader, or sets its epochs besides Fabric.
+        saves_at: The batch with which the checkpoint is made.
+
+    Returns:
+        All batches, those after resuming, those after resuming what was resumed, and the warnings.
+    """
+    fabric = fabric_of("pydist")
+
+    def one_run(begin: int, saves: int | None) -> list[Any]:
+        loaders = []
+        for seed in (5, 6):
+            loader = DataLoader(range(24), batch_size=4, shuffle=True)
+            loaders.append(
+                fabric.setup_dataloaders(
+                    pydist.prepare(loader, seed=seed) if kind == "prepared" else loader
+                )
+            )
+        train, other = loaders
+        state = {"train": train, "other": other, "step": 0}
+        if begin:
+            fabric.load(path, state)
+        amid = iter(other)
+        if not begin:
+            next(amid)
+        seen = []
+        while state["step"] < 9:
+            if kind == "script's epochs":
+                train.sampler.set_epoch(state["step"] // 3)
+            for batch in train:
+                seen.append(batch.tolist())
+                state["step"] += 1
+                if state["step"] == saves:
+                    fabric.save(path, state)
+        seen.append(batches_of(amid))
+        return seen
+
+    whole = one_run(0, saves_at)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rest = one_run(saves_at, saves_at + 2)
+    again = one_run(saves_at + 2, None)
+    return whole, rest, again, [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("saves_at", [3, 5])
+@pytest.mark.parametrize("kind", ["fabric's", "prepared", "script's epochs"])
+def test_several_loaders_go_on_in_fabric_again_and_again(
+    two: Ranks, tmp_path: Path, kind: str, saves_at: int
+) -> None:
+    path = str(tmp_path / "amid.ckpt")
+    outcomes = two.run(epochs_after_resuming, path, kind, saves_at, timeout=LIMIT_S)
+    for whole, rest, again, warned in outcomes:
+        assert whole[:3] != whole[3:6] != whole[6:9]
+        assert rest == whole[saves_at:]
+        assert again == whole[saves_at + 2 :]
+        assert len(whole[-1]) == 2
+        at_an_end = [text for text in warned if "the last batch of epoch 0" in text]
+        assert len(at_an_end) == (1 if saves_at == 3 else 0)

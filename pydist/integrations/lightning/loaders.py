@@ -11,19 +11,6 @@ import pydist
 from pydist.integrations.torch_order import share_in_torchs_order
 
 
-class SamplerOfFabric(pydist.DistributedSampler):
-    """Goes on with the epoch of a loaded state; Fabric counts from 0 again in each process."""
-
-    # What is added to Fabric's number of an epoch.
-    _ahead = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Takes Fabric's number; the first one after a state was loaded stands for its epoch."""
-        if self._is_loaded:
-            self._ahead = self.epoch - epoch
-        super().set_epoch(epoch + self._ahead)
-
-
 class _RanksOfLightning(int):
     """The number of ranks in a sampler that Lightning makes; a script's own sampler has an int."""
 
@@ -33,7 +20,7 @@ def marking(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, "num_replicas": _RanksOfLightning(arguments["num_replicas"])}
 
 
-def shared(loader: Any, *, pads: bool, sampler_class: Any = pydist.DistributedSampler) -> Any:
+def shared(loader: Any, *, pads: bool) -> Any:
     """A loader that can be resumed in mid-epoch, in place of one that Lightning shares out.
 
     Args:
@@ -41,7 +28,6 @@ def shared(loader: Any, *, pads: bool, sampler_class: Any = pydist.DistributedSa
             from `marking`, or the loader stays as it is.
         pads: Whether all ranks get equally many samples. In training they do; elsewhere a sample
             that comes twice would count twice.
-        sampler_class: Of the sampler: `pydist.DistributedSampler`, or a class of it.
     """
     sampler = getattr(loader, "sampler", None)
     batched = getattr(loader, "batch_sampler", None)
@@ -59,7 +45,36 @@ def shared(loader: Any, *, pads: bool, sampler_class: Any = pydist.DistributedSa
         pad="repeat" if pads else "none",
         shuffles=sampler.shuffle,
         drop_last=batched.drop_last and not (pads and is_last_full),
-        sampler_class=sampler_class,
         num_replicas=int(sampler.num_replicas),
         rank=sampler.rank,
     )
+
+
+class _EpochsOfFabric:
+    """In place of a sampler's `set_epoch`; Fabric counts from 0 again in each process.
+
+    After a state was loaded, its epoch comes next. The last number that is set before an iterator
+    begins stands for that epoch, and later numbers are counted from it. The last one is Fabric's,
+    also where a script sets epochs by itself.
+    """
+
+    def __init__(self, sampler: pydist.DistributedSampler) -> None:
+        self._sampler = sampler
+        # What is added to Fabric's number of an epoch.
+        self._ahead = 0
+
+    def __call__(self, epoch: int) -> None:
+        sampler = self._sampler
+        is_loaded = sampler.is_loaded
+        if is_loaded:
+            self._ahead = sampler.epoch - epoch
+        type(sampler).set_epoch(sampler, max(0, epoch + self._ahead))
+        sampler.is_loaded = is_loaded
+
+
+def counted_by_fabric(loader: Any) -> Any:
+    """The loader; if it was prepared, it goes on with the epoch of a loaded state in Fabric."""
+    if isinstance(loader, pydist.PreparedLoader):
+        sampler = loader.distributed_sampler
+        sampler.set_epoch = _EpochsOfFabric(sampler)  # type: ignore[method-assign]
+    return loader

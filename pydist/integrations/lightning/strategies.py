@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.errors import InvalidUsage
-from pydist.integrations.lightning.loaders import SamplerOfFabric, marking, shared
+from pydist.integrations.lightning.loaders import counted_by_fabric, marking, shared
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
 from pydist.parallel.wrapper import watch_outputs
 
@@ -153,7 +153,7 @@ class FabricMethods(_JoinsPydist):
         return _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
 
     def process_dataloader(self, dataloader: object) -> object:
-        return shared(dataloader, pads=True, sampler_class=SamplerOfFabric)
+        return counted_by_fabric(shared(dataloader, pads=True))
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return reduce(tensor, group, reduce_op)
