@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 import pydist
+from pydist._torch import run_state_dict_post_hooks, run_state_dict_pre_hooks
 from pydist.errors import InvalidUsage
 from pydist.sharding.made_anew import sharded_like
 from pydist.sharding.state.ranges import (
@@ -90,7 +91,9 @@ def _follow(scheduler: Any, instead: dict[int, Any]) -> None:
 def whole_state(optimizer: Any) -> dict[str, Any] | None:
     """What torch's class would have for whole parameters. All ranks call it.
 
-    One parameter after the other, so that at no time more than one of them is on its way.
+    One parameter after the other, so that at no time more than one of them is on its way. Hooks
+    that run before `state_dict()` run on all ranks; those that run behind it get the whole state,
+    on rank 0.
 
     Args:
         optimizer: Of any class, or one of a framework's around it.
@@ -107,6 +110,7 @@ def whole_state(optimizer: Any) -> dict[str, Any] | None:
         return None
     if dist.get_world_size() == 1:
         return optimizer.state_dict()
+    run_state_dict_pre_hooks(optimizer)
     local = optimizer.sharded_state()
     own = [name for name, part in local.parameters.items() if part.is_own]
     if own:
@@ -121,7 +125,10 @@ def whole_state(optimizer: Any) -> dict[str, Any] | None:
         dist.gather_object(_copied(part), parts)
         if parts is not None:
             parameters[name] = _whole(name, parts)
-    return to_unsharded(ShardedState(parameters, local.groups)) if is_writer else {}
+    if not is_writer:
+        return {}
+    whole = to_unsharded(ShardedState(parameters, local.groups))
+    return run_state_dict_post_hooks(optimizer, whole)
 
 
 def _copied(part: ParameterState) -> ParameterState:

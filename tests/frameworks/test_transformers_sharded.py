@@ -74,6 +74,43 @@ def test_the_same_losses_and_checkpoint_as_ddp(
     )
 
 
+@leaving()
+def saved_with_hooks(whose: str, folder: str) -> list[str]:
+    """A training of an optimizer with hooks that saves; the calls of hooks on this rank."""
+    model = runs.language_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    called = []
+    optimizer.register_state_dict_pre_hook(lambda _: called.append("before"))
+
+    def extended(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+        called.append("behind")
+        return {**state, "count": len(state["state"])}
+
+    optimizer.register_state_dict_post_hook(extended)
+    settings = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 8}
+    trainer = runs.trainer_of(
+        whose, model, folder, runs.Records(), optimizers=(optimizer, None), **settings
+    )
+    called.clear()
+    trainer.train()
+    return called
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_hooks_on_saving_get_the_whole_state(two: Ranks, tmp_path: Path, ranks: int) -> None:
+    folders = {whose: tmp_path / whose for whose in ("stage 1", "stock")}
+    for whose, folder in folders.items():
+        call = (saved_with_hooks, whose, str(folder))
+        if ranks == 2:
+            calls = two.run(*call, timeout=LIMIT_S)
+        else:
+            calls = run_ranks(call[0], 1, *call[1:], timeout=LIMIT_S)
+        assert calls[0][-2:] == ["before", "behind"]
+    ours, theirs = (saved_at(folder, 8)["optimizer"] for folder in folders.values())
+    assert ours.keys() == theirs.keys()
+    assert ours["count"] == theirs["count"] == len(ours["state"])
+
+
 # 32 lines in batches of 8 of all processes; the checkpoint is from the middle of the second epoch.
 SPLIT: dict[str, Any] = {
     "per_device_train_batch_size": 8,
