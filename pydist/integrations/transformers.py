@@ -85,6 +85,9 @@ class Trainer(transformers.Trainer):
         *args: Transformers' own.
         sharded: 1 or 2 makes a `pydist.ShardedOptimizer` of that stage of the optimizer, which
             `args.optim` or `optimizers` gives; 0, the default, leaves the optimizer as it is.
+        master_weights: As for `pydist.ShardedOptimizer`, where `sharded` is given: "auto", the
+            default, updates a model in 16 bits through float32 copies, and False updates it as the
+            optimizer itself would.
         **kwargs: Transformers' own.
 
     Raises:
@@ -95,13 +98,24 @@ class Trainer(transformers.Trainer):
 
     loss_is_scaled_for_ga: bool | None
 
-    def __init__(self, *args: Any, sharded: Literal[0, 1, 2] = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sharded: Literal[0, 1, 2] = 0,
+        master_weights: bool | Literal["auto"] = "auto",
+        **kwargs: Any,
+    ) -> None:
         if isinstance(sharded, bool) or sharded not in (0, 1, 2):
             raise InvalidUsage(
                 f"Trainer(sharded={sharded!r}) is not possible: it must be 1, which shards the "
                 "optimizer's state, 2, which shards gradients, too, or 0."
             )
-        self._stage = sharded
+        if master_weights != "auto" and not sharded:
+            raise InvalidUsage(
+                f"Trainer(master_weights={master_weights!r}) is of a sharded optimizer, and the "
+                "optimizer is not sharded: leave it out, or give sharded=1 or 2."
+            )
+        self._stage, self._master_weights = sharded, master_weights
         super().__init__(*args, **kwargs)
         if sharded:
             self._refuse_beside_sharding()
@@ -137,6 +151,7 @@ class Trainer(transformers.Trainer):
             caller=caller,
             otherwise="leave out sharded=",
             stage=self._stage,
+            master_weights=self._master_weights,
         )
         return made[0]
 

@@ -74,6 +74,35 @@ def test_the_same_losses_and_checkpoint_as_ddp(
     )
 
 
+@pytest.mark.parametrize("whose", ["stage 1", "stage 2"])
+def test_a_model_in_bf16_is_updated_in_bf16_or_through_float32(
+    two: Ranks, tmp_path: Path, whose: str
+) -> None:
+    # So small a rate that bf16 rounds each update of a 1 off, and float32 adds them up.
+    settings = {"per_device_train_batch_size": 4, "learning_rate": 1e-3}
+    weights = {}
+    for name, each, more in (
+        ("stock", "stock", {}),
+        ("bf16", whose, {"master_weights": False}),
+        ("auto", whose, {}),
+    ):
+        outcomes = two.run(
+            runs.trained,
+            each,
+            "language in bf16",
+            str(tmp_path / name),
+            {**settings, **more},
+            None,
+            timeout=LIMIT_S,
+        )
+        weights[name] = outcomes[0][1]
+    torch.testing.assert_close(weights["bf16"], weights["stock"], rtol=0.02, atol=1e-3)
+    scale = "transformer.ln_f.weight"
+    ones = [1.0] * len(weights["stock"][scale])
+    assert weights["bf16"][scale] == weights["stock"][scale] == ones
+    assert weights["auto"][scale] != ones
+
+
 @leaving()
 def saved_with_hooks(whose: str, folder: str) -> list[str]:
     """A training of an optimizer with hooks that saves; the calls of hooks on this rank."""
@@ -219,6 +248,7 @@ def made(folder: str, sharded: Any, settings: dict[str, Any]) -> None:
         (True, {}, "sharded=True"),
         (1, {"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         (2, {"save_on_each_node": True}, "save_on_each_node=True"),
+        (0, {"master_weights": False}, "master_weights=False"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(

@@ -64,6 +64,10 @@ class Records(TrainerCallback):  # type: ignore[misc]
             self.losses.append(logs["loss"])
 
 
+# Arguments of the Trainer, among settings; the others are those of TrainingArguments.
+TRAINERS_OWN = ("optimizers", "sharded", "master_weights")
+
+
 def trainer_of(whose: str, model: nn.Module, folder: str, records: Records, **settings: Any) -> Any:
     """A quiet Trainer on the CPU.
 
@@ -78,7 +82,7 @@ def trainer_of(whose: str, model: nn.Module, folder: str, records: Records, **se
     warnings.simplefilter("ignore")
     if whose == "stock on pydist":
         pydist.init()
-    given = {name: settings.pop(name) for name in ("optimizers", "sharded") if name in settings}
+    given = {name: settings.pop(name) for name in TRAINERS_OWN if name in settings}
     if whose.startswith("stage"):
         given["sharded"] = int(whose[-1])
     settings = {
@@ -111,7 +115,9 @@ def trainer_of(whose: str, model: nn.Module, folder: str, records: Records, **se
 @leaving()
 def trained(whose: str, kind: str, folder: str, settings: dict[str, Any], resume: Any) -> Any:
     """The losses of all steps, the weights, the wrapper's module, and this rank's lines."""
-    model = language_model() if kind == "language" else Tagger()
+    model = Tagger() if kind == "tagger" else language_model()
+    if kind == "language in bf16":
+        model.bfloat16()
     records = Records()
     trainer = trainer_of(whose, model, folder, records, **settings)
     trainer.train(resume_from_checkpoint=resume)
