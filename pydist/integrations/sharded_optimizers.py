@@ -96,7 +96,7 @@ def whole_state(optimizer: Any) -> dict[str, Any] | None:
     on rank 0.
 
     Args:
-        optimizer: Of any class, or one of a framework's around it.
+        optimizer: Of any class, without a framework's wrapper around it.
 
     Returns:
         Of a `pydist.ShardedOptimizer`, the state on the CPU on rank 0, and an empty dictionary
@@ -105,7 +105,6 @@ def whole_state(optimizer: Any) -> dict[str, Any] | None:
     Raises:
         InvalidUsage: Ranks have parameters of their own.
     """
-    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, pydist.ShardedOptimizer):
         return None
     if dist.get_world_size() == 1:

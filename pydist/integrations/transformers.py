@@ -157,7 +157,10 @@ class Trainer(transformers.Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Transformers' own, with the whole state of a sharded optimizer."""
-        whole = whole_state(self.optimizer)
+        optimizer = self.optimizer
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        whole = whole_state(optimizer)
         if whole is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return

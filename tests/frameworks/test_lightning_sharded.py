@@ -262,6 +262,37 @@ def test_what_cannot_be_sharded_is_refused(
         assert said in outcome.message
 
 
+class Around(torch.optim.SGD):
+    """A program's own optimizer, which has another one beside its own state."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__([nn.Parameter(torch.zeros(3))], lr=0.1)
+        self.optimizer = optimizer
+
+
+@toy.leaving()
+def states_of_wrappers() -> list[Any]:
+    """How many parameters the state of Lightning's wrapper is of, and that of a program's."""
+    trainer = runs.trainer_of("lightning", "pydist_sharded", 2, max_epochs=1, limit_val_batches=0)
+    model = runs.regression("lightning", 12, 3)
+    counts = []
+
+    def on_train_end(self: Any) -> None:
+        wrapper = self.optimizers()
+        for optimizer in (wrapper, Around(wrapper.optimizer)):
+            state = trainer.strategy.optimizer_state(optimizer)
+            counts.append(len(state["param_groups"][0]["params"]) if state else 0)
+
+    model.__class__ = type("Asks", (type(model),), {"on_train_end": on_train_end})
+    trainer.fit(model)
+    return counts
+
+
+def test_only_lightnings_wrapper_stands_for_what_is_in_it(two: Ranks) -> None:
+    # The whole state of what is sharded is on rank 0, and the other one is each rank's.
+    assert two.run(states_of_wrappers, timeout=LIMIT_S) == [[4, 1], [0, 1]]
+
+
 @toy.leaving()
 def made_by_hand() -> list[str]:
     """A class that can't be made anew, sharded by the program."""

@@ -68,6 +68,7 @@ def register() -> list[str]:
         found.append(package)
         strategies = importlib.import_module(f"{trainer}.strategies")
         redirection = importlib.import_module(f"{trainer}.strategies.strategy")._ForwardRedirection
+        wrapper = importlib.import_module(f"{trainer}.core.optimizer").LightningOptimizer
         of_fabric = importlib.import_module(f"{fabric}.strategies")
         prefix = "Lightning" if package == "lightning" else "PytorchLightning"
         trainers, fabrics = strategies.StrategyRegistry, of_fabric.STRATEGY_REGISTRY
@@ -80,6 +81,7 @@ def register() -> list[str]:
                 strategies.DDPStrategy,
                 of_trainer,
                 _redirection_class=redirection,
+                _optimizer_class=wrapper,
             )
             _add(trainers, made, arguments)
             made = _make(f"{prefix}{kind}FabricStrategy", of_fabric.DDPStrategy, own_of_fabric)

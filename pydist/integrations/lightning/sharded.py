@@ -42,6 +42,8 @@ class ShardedTrainerMethods(_Sharded, TrainerMethods):
     """Of a strategy for `Trainer`; see `_Sharded` for arguments."""
 
     optimizers: list[Any]
+    # Lightning's wrapper around optimizers.
+    _optimizer_class: type
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -49,7 +51,8 @@ class ShardedTrainerMethods(_Sharded, TrainerMethods):
         self.optimizers = self._shard(self.optimizers, schedulers)
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        whole = whole_state(optimizer)
+        is_wrapped = isinstance(optimizer, self._optimizer_class)
+        whole = whole_state(optimizer.optimizer if is_wrapped else optimizer)
         return super().optimizer_state(optimizer) if whole is None else whole
 
 
