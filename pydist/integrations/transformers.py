@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 from unittest import mock
 
+import torch
 import transformers
 import transformers.trainer
 from accelerate.optimizer import AcceleratedOptimizer
@@ -26,6 +27,10 @@ from pydist.integrations.sharded_optimizers import shard, whole_state
 _IGNORED = -100
 
 __all__ = ["Trainer"]
+
+
+def _load_to_host(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return load(*args, **{**kwargs, "map_location": "cpu"})
 
 
 class GlobalBatch(TrainerCallback, ExportableState):  # named in trainer_state.json
@@ -166,6 +171,18 @@ class Trainer(transformers.Trainer):
             return
         with mock.patch.object(self.optimizer, "state_dict", return_value=whole):
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Transformers' own; the whole state of a sharded optimizer stays in the host's memory.
+
+        Otherwise Transformers would load it onto each process's GPU, of which it may be too much.
+        """
+        if not self._stage:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        load = functools.partial(_load_to_host, torch.load)
+        with mock.patch.object(torch, "load", load):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def training_step(
         self,
