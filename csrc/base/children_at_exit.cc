@@ -207,8 +207,9 @@ void watch_without_signals(ChildrenAtExit* children) {
 
 void wait_for_children_at_exit(std::vector<Child> children, std::chrono::milliseconds grace,
                                const EarlierFailure& earlier) {
-  // Never deleted: it is read when everything else has ended.
-  auto* const waiting = new ChildrenAtExit(std::move(children), grace, earlier);
+  // Never deleted: it is read when everything else has ended. A static pointer, so that a checker
+  // of leaks finds it then.
+  static ChildrenAtExit* const waiting = new ChildrenAtExit(std::move(children), grace, earlier);
   if (::on_exit(&run_at_exit, waiting) != 0) {
     throw Error(ErrorKind::kError, "the C library takes no more functions that run at exit.");
   }
