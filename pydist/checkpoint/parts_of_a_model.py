@@ -153,7 +153,7 @@ def _model_in(parts: Sequence[_Outlined], model: nn.Module) -> dict[str, Any]:
             continue
         place = (mine.data_ptr(), mine.device, mine.dtype, mine.shape, mine.stride())
         first = tied.setdefault(place, plain)
-        if not _equal(state[first], value):
+        if first != plain and not _equal(state[first], value):
             raise InvalidUsage(
                 f"the model has one tensor as {first} and {plain}, and the parts have different "
                 "values of these: tie the weights in the model that saves, too, or untie them here"
@@ -196,8 +196,13 @@ def _widened(part: _Outlined, entry: str, value: Tensor, dtype: torch.dtype) -> 
 
 def _equal(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """By which a value that is no number equals itself."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 # -- the optimizer

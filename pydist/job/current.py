@@ -27,7 +27,7 @@ from pydist import _native, errors
 from pydist.errors import InvalidUsage
 
 if TYPE_CHECKING:
-    from pydist.gpu.selection import Choice, Gpus
+    from pydist.gpu.selection import Choice
     from pydist.job.backend_choice import Agreement
     from pydist.job.meeting.backend_agreement import HopeOf
 
@@ -182,15 +182,6 @@ def note_program_end() -> None:
     for call in before_leaving_at_exit:
         call()
     _native.note_program_end()
-
-
-def start_own_ranks(processes: int | None, gpus: Gpus | None) -> Choice | None:
-    """Starts the other ranks where the program asks for some; see `own_ranks`."""
-    if processes is None and gpus is None:
-        return None
-    from pydist.job import own_ranks  # not at import: few need it
-
-    return own_ranks.start_own_ranks(processes, gpus)
 
 
 def replace(

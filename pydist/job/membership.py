@@ -68,8 +68,7 @@ def init(
     Creates torch.distributed's default process group on backend "pydist", so that
     `torch.distributed.*` works too. Where there is a default group already, on whatever backend,
     pydist uses it, and meets the other ranks through its store. Where no launcher has set anything,
-    this is a world of one rank without any server. A second call changes nothing: it may repeat
-    the backend, the time-out, `processes` and `gpus` of the first, or leave them out.
+    this is a world of one rank without any server. A second call may only repeat the first.
 
     `pydist run`, torchrun, mpirun (Open MPI, MPICH, Intel MPI, MVAPICH2), srun, flux run, jsrun,
     PALS, horovodrun and SkyPilot are understood; see `pydist.job.launchers`. RANK=0 WORLD_SIZE=1 in
@@ -84,8 +83,8 @@ def init(
         config: a `pydist.Config`, a dict of its sections, or a file that has them: in force until
             `shutdown`. A later call may bring more of it, but not for the engine.
         processes: how many ranks, this one among them; under a launcher the number that it has
-            started. By default one for each of `gpus`. What rank 0 cleans up at exit goes while
-            others may still run: end with `pydist.barrier()` where they need it.
+            started. By default one for each of `gpus`. Rank 0 may exit, and clean up, while others
+            run: end with `pydist.barrier()` where they need what it cleans up.
         gpus: the GPUs that the ranks see, as for `pydist.spawn`; under a launcher it chooses them.
 
     Raises:
@@ -115,7 +114,11 @@ def init(
         if is_initialized():
             require_same(_joined(), backend, wait, processes, gpus, configuration)
             return
-        chosen = current.start_own_ranks(processes, gpus)
+        chosen = None
+        if processes is not None or gpus is not None:
+            from pydist.job.own_ranks import start_own_ranks  # not at import: few need it
+
+            chosen = start_own_ranks(processes, gpus)
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
         with in_force.entering(configuration), entering():

@@ -28,6 +28,12 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
+def language_runs(two: Ranks, folder: Path, whose: str, settings: dict[str, Any]) -> list[Any]:
+    """What both ranks had of a training, which saves into a folder of its own."""
+    out = str(folder / whose)
+    return two.run(runs.trained, whose, "language", out, settings, None, timeout=LIMIT_S)
+
+
 def saved_at(folder: Path, step: int) -> dict[str, Any]:
     """What a checkpoint holds of optimizer and schedule."""
     place = folder / f"checkpoint-{step}"
@@ -55,12 +61,7 @@ def test_the_same_losses_and_checkpoint_as_ddp(
         "save_strategy": "steps",
         "save_steps": steps,
     }
-    ours, theirs = (
-        two.run(
-            runs.trained, each, "language", str(tmp_path / each), settings, None, timeout=LIMIT_S
-        )
-        for each in (whose, "stock")
-    )
+    ours, theirs = (language_runs(two, tmp_path, each, settings) for each in (whose, "stock"))
     tolerance = 0.02 if "bf16" in settings else 1e-4
     for outcome in ours:
         assert len(outcome[0]) == steps or not outcome[0]  # the first process logs
@@ -187,12 +188,7 @@ def test_the_best_model_is_loaded_at_the_end(two: Ranks, tmp_path: Path, whose: 
         "metric_for_best_model": "loss",
         "greater_is_better": True,
     }
-    ours, theirs = (
-        two.run(
-            runs.trained, each, "language", str(tmp_path / each), settings, None, timeout=LIMIT_S
-        )
-        for each in (whose, "stock")
-    )
+    ours, theirs = (language_runs(two, tmp_path, each, settings) for each in (whose, "stock"))
     state = json.loads((tmp_path / whose / "checkpoint-8" / "trainer_state.json").read_text())
     assert state["best_global_step"] == 4
     for _, weights, *_ in ours:

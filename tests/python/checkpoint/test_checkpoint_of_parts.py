@@ -65,6 +65,17 @@ def test_a_whole_is_one_part(tmp_path: Path) -> None:
     assert torch.equal(part.get_parameter("2.weight"), whole.get_parameter("2.weight"))
 
 
+def test_values_that_are_no_numbers_load_as_others_do(tmp_path: Path) -> None:
+    whole = layers(0, 2)
+    with torch.no_grad():
+        whole.get_parameter("1.weight")[0, 0] = torch.nan
+    path = saved(tmp_path / "whole", whole, adam(whole))
+    part = layers(1, 2, seed=1)
+    from_parts([path, path], model=part)
+    loaded, expected = (module.get_parameter("1.weight") for module in (part, whole))
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def refused(paths: list[Path], model: nn.Module, optimizer: Any, message: str) -> None:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())

@@ -232,14 +232,20 @@ def test_gradients_of_16_bits_are_clipped_in_float32(stage: int) -> None:
     assert all(norm == pytest.approx(of_torch, rel=1e-6) for norm, of_torch in of_float32)
 
 
-def hooked(stage: int) -> list[str]:
-    """Hooks of an optimizer that has made a step before."""
+def stepped_before() -> tuple[nn.Module, torch.optim.Optimizer, Tensor, Tensor]:
+    """A network, its optimizer, which has made a step, and what that was made with."""
     model = network()
     optimizer = adamw(model.parameters())
     x, y = data()[:8]
     nn.functional.mse_loss(model(x), y).backward()
     optimizer.step()
     optimizer.zero_grad()
+    return model, optimizer, x, y
+
+
+def hooked(stage: int) -> list[str]:
+    """Hooks of an optimizer that has made a step before."""
+    model, optimizer, x, y = stepped_before()
     told = []
 
     def telling(name: str) -> Callable[..., None]:
@@ -441,12 +447,7 @@ def test_an_optimizer_that_can_not_be_made_anew_is_not_sharded() -> None:
 
 
 def with_a_state(stage: int) -> list[Tensor]:
-    model = network()
-    optimizer = adamw(model.parameters())
-    x, y = data()[:8]
-    nn.functional.mse_loss(model(x), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer, x, y = stepped_before()
     config: Any = {"optimizer": {"stage": stage}}
     engine, *_ = pydist.initialize(model, optimizer, config=config)
     engine.backward(nn.functional.mse_loss(engine(x), y))
