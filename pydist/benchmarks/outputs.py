@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pydist.errors import Error, InvalidUsage
+from pydist.monitoring import whole_file
 
 
 def _is_stream(path: Path) -> bool:
@@ -17,11 +18,6 @@ def _is_stream(path: Path) -> bool:
     except OSError:
         return False
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
-
-
-def _part_of(path: Path) -> Path:
-    """The temporary neighbour that becomes the file: only within a folder is renaming atomic."""
-    return path.with_name(f".pydist-{os.getpid()}.part")
 
 
 def require_writable(path: Path) -> None:
@@ -41,7 +37,7 @@ def require_writable(path: Path) -> None:
         return
     # Through links, so that they stay what they are.
     target = Path(os.path.realpath(path))
-    part = _part_of(target)
+    part = whole_file.part_of(target)
     try:
         part.touch()
         part.unlink()
@@ -75,15 +71,7 @@ def write_whole(path: Path, content: bytes) -> None:
             with path.open("wb") as stream:
                 stream.write(content)
             return
-        target = Path(os.path.realpath(path))
-        part = _part_of(target)
-        try:
-            part.write_bytes(content)
-            part.replace(target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            raise
+        whole_file.write_whole(path, content)
     except OSError as error:
         raise Error(f"{path} can't be written: {error.strerror or error}.") from None
 

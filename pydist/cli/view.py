@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     page = make_page(folders)
     path = options.output or Path(options.folders[0]) / "view.html"
     try:
-        write_whole(path, page)
+        # What UTF-8 can't have, of the names of files say, becomes "?".
+        write_whole(path, page.encode(errors="replace"))
     except OSError as error:
         raise InvalidUsage(
             f"the page can't be written to {os.fspath(path)!r}: {error}. Name another with -o FILE."

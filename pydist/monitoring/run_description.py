@@ -79,8 +79,11 @@ def write(folder: Path, start: dict[str, Any]) -> None:
     Raises:
         OSError: it can't be written.
     """
-    text = json.dumps({"starts": [*starts_in(folder), start]}, indent=2) + "\n"
-    write_whole(folder / NAME, text)
+    _write(folder, [*starts_in(folder), start])
+
+
+def _write(folder: Path, starts: list[dict[str, Any]]) -> None:
+    write_whole(folder / NAME, (json.dumps({"starts": starts}, indent=2) + "\n").encode())
 
 
 def note_trace(folder: Path, timeline: Path) -> bool:
@@ -100,7 +103,7 @@ def note_trace(folder: Path, timeline: Path) -> bool:
     if not starts:
         return True
     starts[-1]["trace"] = mark
-    write_whole(folder / NAME, json.dumps({"starts": starts}, indent=2) + "\n")
+    _write(folder, starts)
     return True
 
 

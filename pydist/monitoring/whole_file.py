@@ -5,17 +5,23 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Puts a text, as UTF-8, in the place of what is there. What UTF-8 can't have becomes "?".
+def part_of(path: Path) -> Path:
+    """The temporary neighbour that becomes the file: only within a folder is renaming atomic."""
+    return path.with_name(f".pydist-{os.getpid()}.part")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Puts `content` in the place of what is there; a link stays one.
 
     Raises:
         OSError: it can't be written; what was there still is.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    target = Path(os.path.realpath(path))
+    part = part_of(target)
     try:
-        beside.write_text(text, encoding="utf-8", errors="replace")
-        beside.replace(path)
-    except OSError:
+        part.write_bytes(content)
+        part.replace(target)
+    except BaseException:
         with suppress(OSError):
-            beside.unlink()
+            part.unlink()
         raise
