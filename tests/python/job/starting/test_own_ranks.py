@@ -130,7 +130,9 @@ def test_the_others_read_the_configuration_by_themselves(script: Path) -> None:
         "import pydist\n"
         f"pydist.init(config={other!r}, processes=2)\n"
         "from pydist.job import current\n"
-        "print('rank', current.job.membership.communicator.timeout)\n"
+        "timeout = current.job.membership.communicator.timeout\n"
+        # In one write: the ranks share the output.
+        "print(f'rank {timeout}\\n', end='', flush=True)\n"
     )
     env = {"PYDIST_CONFIG": str(script.parent / "a.toml")}
     assert told(run_command([sys.executable, str(script)], env=env)) == ["rank 77.0"] * 2
