@@ -1,11 +1,13 @@
 #include "topology/rendezvous.h"
 
+#include <charconv>
 #include <chrono>
 #include <exception>
 #include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -124,8 +126,10 @@ std::vector<std::string> unpack(const std::string& text) {
   while (at < text.size()) {
     const std::size_t colon = text.find(':', at);
     PYDIST_CHECK(colon != std::string::npos);
-    const std::size_t length = std::stoull(text.substr(at, colon - at));
-    PYDIST_CHECK(length <= text.size() - colon - 1);
+    std::size_t length = 0;
+    const char* const end = text.data() + colon;
+    const auto [rest, code] = std::from_chars(text.data() + at, end, length);
+    PYDIST_CHECK(code == std::errc() && rest == end && length <= text.size() - colon - 1);
     parts.push_back(text.substr(colon + 1, length));
     at = colon + 1 + length;
   }

@@ -248,7 +248,9 @@ TEST(RendezvousTest, TornTextsAreRefused) {
   for (const std::size_t length : {3u, 8u, 9u, 12u}) {
     EXPECT_THROW(static_cast<void>(unpack(whole.substr(0, length))), std::exception) << length;
   }
-  EXPECT_THROW(static_cast<void>(unpack("no number:x")), std::exception);
+  for (const char* const text : {"no number:x", "1 number:x", "0x1:x", "+1:x", " 1:x", ":x"}) {
+    EXPECT_THROW(static_cast<void>(unpack(text)), std::exception) << text;
+  }
 }
 
 }  // namespace
