@@ -69,11 +69,14 @@ class Collective {
     wire_.put(slot, source, elements);
   }
 
+  // What has arrived where it belongs, see ReceiveChannel::expect(), stays.
   void take(std::byte* target, const std::byte* slot, std::size_t elements) const {
-    wire_.take(target, slot, elements, hint_for(bytes(call_.count)));
+    if (target != slot) {
+      wire_.take(target, slot, elements, hint_for(bytes(call_.count)));
+    }
   }
 
-  // Between buffers, or to one from what travelled as it is.
+  // Between buffers, or to one from what travelled as it is. As take().
   void copy(std::byte* target, const std::byte* source, std::size_t elements) const {
     if (target != source && elements != 0) {
       copy_bytes(target, source, bytes(elements), hint_for(bytes(call_.count)));

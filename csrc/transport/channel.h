@@ -49,6 +49,13 @@ class ReceiveChannel {
  public:
   virtual ~ReceiveChannel() = default;
 
+  // Says where the segment belongs that comes after `later` others from now. A channel may put it
+  // there, and not into a slot, if it is as long as that: slot() is then where it belongs, and
+  // nothing is to be copied. What lies there must not be needed from the moment on at which the
+  // sender can send it, and stays the channel's until the segment has been received. Segments are
+  // expected in the order in which they come.
+  virtual void expect(std::size_t /*later*/, std::span<std::byte> /*target*/) {}
+
   // That the next slot has arrived.
   [[nodiscard]] virtual Condition until_received() = 0;
   // What has been sent in it.

@@ -298,6 +298,13 @@ Task spread_blocks_by_hosts(Collective& run, Channels& channels, const Placement
   } else if (run.is_root() && !call.outputs.empty()) {
     run.copy(call.outputs[0].data, call.inputs[0].data, call.inputs[0].count);
   }
+  for (std::size_t step = 0; step < speakers.turns.steps_of_a_turn(); ++step) {
+    const int block = speakers.turns.block_of(speakers.mine, step);
+    if (block >= 0 && block != run.me()) {
+      expect_segments(channels.from(block), speakers.block(block), speakers.elements,
+                      run.element_bytes());
+    }
+  }
   const std::size_t turn = speakers.turns.steps_of_a_turn();
   const std::size_t steps =
       speakers.turns_for([&](int rank) { return speakers.block(rank); }) * turn;

@@ -354,6 +354,15 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
   const auto is_due = [steps](std::size_t step, std::size_t begins) {
     return step >= begins && step - begins < steps;
   };
+  for (int host = 0; lanes.drives && host < placement.hosts(); ++host) {
+    if (host != lanes.host && !run.wire().converts()) {
+      const std::size_t sums =
+          parts_in(lanes.pieces.of(nullptr, lanes.mine, lanes.host).count, lanes.elements);
+      expect_segments(channels.from(lanes.driver(host, lanes.mine)),
+                      lanes.pieces.of(lanes.output, lanes.mine, host), lanes.elements,
+                      run.element_bytes(), sums, results_at - sums_at + 1);
+    }
+  }
   for (std::size_t step = 0; step < steps + taken_at; ++step) {
     if (!lanes.on_heap() && is_due(step, 0)) {
       co_await give_to_host(lanes, step);

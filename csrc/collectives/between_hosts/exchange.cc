@@ -91,6 +91,13 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
   };
   std::vector<const std::byte*> pieces(static_cast<std::size_t>(run.size()));
 
+  // Where results belong, nobody needs what lies there once their sender has reduced it.
+  for (const int rank : others) {
+    if (blocks.gathers() && !run.wire().converts()) {
+      expect_segments(channels.from(rank), blocks.output(rank), elements, run.element_bytes(),
+                      parts_in(blocks.input(me).count, elements), ahead + 1);
+    }
+  }
   for (std::size_t step = 0; step < segments + 2 * ahead; ++step) {
     for (const int rank : others) {
       if (const Block part = segment(blocks.input(rank), step); part.count != 0) {
@@ -190,6 +197,16 @@ Task exchange_blocks(Collective& run, Channels& channels) {
     return part_of(block, index, elements, run.element_bytes());
   };
 
+  // In all_to_all, what comes from a rank may take the place of what goes to it.
+  const auto is_in_place = [&](int rank) {
+    const Block in = received_from(rank);
+    return in.count != 0 && in.data == sent_to(rank).data;
+  };
+  for (const int rank : others) {
+    if (!is_in_place(rank)) {
+      expect_segments(channels.from(rank), received_from(rank), elements, run.element_bytes());
+    }
+  }
   if (const Block own = received_from(me); own.count != 0) {
     run.copy(own.data, sent_to(me).data, own.count);
   }
@@ -208,6 +225,9 @@ Task exchange_blocks(Collective& run, Channels& channels) {
       if (part.count != 0) {
         ReceiveChannel& channel = channels.from(rank);
         co_await channel.until_received();
+        if (is_in_place(rank)) {
+          co_await channels.to(rank).until_written();
+        }
         run.copy(part.data, received(channel, run.bytes(part.count)), part.count);
         channel.release();
       }

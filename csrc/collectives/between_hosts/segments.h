@@ -43,6 +43,19 @@ template <typename BlockOf>
   return largest;
 }
 
+// Says where the segments of a block belong, each of so many elements, that come next from a rank:
+// the first after `first_after` others, which come alone, and then in turns with such as long as
+// there are any; `others` in all. Nothing may travel in another type than the block's.
+inline void expect_segments(ReceiveChannel& channel, const Block& block, std::size_t elements,
+                            std::size_t element_bytes, std::size_t others = 0,
+                            std::size_t first_after = 0) {
+  for (std::size_t index = 0; index < parts_in(block.count, elements); ++index) {
+    const Block part = part_of(block, index, elements, element_bytes);
+    channel.expect(index + std::min(others, first_after + index),
+                   {part.data, part.count * element_bytes});
+  }
+}
+
 // What has come, which must be `bytes` long.
 [[nodiscard]] inline const std::byte* received(ReceiveChannel& channel, std::size_t bytes) {
   const std::span<const std::byte> slot = channel.slot();

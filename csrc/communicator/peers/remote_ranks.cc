@@ -37,6 +37,7 @@ RemoteRanks::RemoteRanks(int rank, const Placement& placement, std::uint64_t id,
       peers_(std::move(peers)),
       to_(peers_.size()),
       from_(peers_.size()),
+      targets_(peers_.size()),
       last_segments_(peers_.size()),
       has_transit_(peers_.size()) {
   for (int host = 0; host < placement_.hosts(); ++host) {
@@ -63,6 +64,10 @@ void RemoteRanks::release_buffers() {
       peer->link->release_segments(id_);
     }
   }
+  for (SegmentTargets& targets : targets_) {
+    targets.close();
+  }
+  node_->drop(*this, FrameKind::kSegment);
 }
 
 void RemoteRanks::send_to_any_on(int host, FrameHeader header, std::span<const std::byte> payload) {
@@ -152,7 +157,8 @@ ReceiveChannel& RemoteRanks::from(int rank) {
       FrameHeader header = header_for(FrameKind::kReleased, rank);
       header.lanes = static_cast<std::uint8_t>(LaneSet::kCollectives);
       channel =
-          std::make_unique<RemoteReceiveChannel>(memory, header, link(rank), progress_->doorbell());
+          std::make_unique<RemoteReceiveChannel>(memory, header, link(rank), progress_->doorbell(),
+                                                 &targets_[static_cast<std::size_t>(rank)]);
     } else {
       channel = std::make_unique<ShmReceiveChannel>(
           memory, rank, *peers_[static_cast<std::size_t>(rank)]->doorbell);
@@ -170,7 +176,7 @@ std::unique_ptr<SendChannel> RemoteRanks::make_sender(int peer) {
 std::unique_ptr<ReceiveChannel> RemoteRanks::make_receiver(int peer) {
   return std::make_unique<RemoteReceiveChannel>(lanes_.messages.channel(peer, rank_),
                                                 header_for(FrameKind::kReleased, peer), link(peer),
-                                                progress_->doorbell());
+                                                progress_->doorbell(), /*targets=*/nullptr);
 }
 
 void RemoteRanks::send_announcement(int peer, std::uint64_t number,

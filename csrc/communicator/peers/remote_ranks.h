@@ -32,6 +32,7 @@
 #include "topology/placement.h"
 #include "transport/lane_segment.h"
 #include "transport/messages.h"
+#include "transport/tcp/segment_targets.h"
 #include "transport/tcp/tcp_node.h"
 
 namespace pydist {
@@ -58,7 +59,8 @@ class RemoteRanks final : public Announcer,
   void stop() noexcept;
   // Whether another rank of this host may still need what comes in here.
   [[nodiscard]] bool is_needed() const noexcept;
-  // The buffers of operations under way may go: what has not been sent of them is not needed.
+  // The buffers of operations under way may go: what has not been sent of them is not needed, and
+  // nothing more is written into them. For good: the group has failed, or this rank leaves it.
   void release_buffers();
 
   // -- Announcer --------------------------------------------------------------------------------
@@ -164,6 +166,7 @@ class RemoteRanks final : public Announcer,
   std::vector<std::unique_ptr<SendChannel>> to_;  // by rank
   std::vector<std::unique_ptr<ReceiveChannel>> from_;
   std::array<std::vector<Arrivals>, 2> arrivals_;          // by set of lanes, and rank
+  std::vector<SegmentTargets> targets_;                    // of collectives; by rank
   std::vector<std::atomic<std::uint64_t>> last_segments_;  // by rank, plus one; 0: not told
   std::vector<bool> has_transit_;                          // of ranks on other hosts; the server's
   std::atomic<std::int64_t> next_refresh_ns_{0};

@@ -101,7 +101,13 @@ std::byte* RemoteRanks::place_checked(const FrameHeader& header, std::uint64_t s
                   header.number <= released + lane.slot_count,
               header);
       reserve_lane_from(header.sender, set);
-      return lane.slots + (header.number - 1) % lane.slot_count * lane.slot_bytes;
+      std::byte* const target =
+          set == LaneSet::kCollectives
+              ? targets_[static_cast<std::size_t>(header.sender)].place(header.number, header.bytes)
+              : nullptr;
+      return target != nullptr
+                 ? target
+                 : lane.slots + (header.number - 1) % lane.slot_count * lane.slot_bytes;
     }
     case FrameKind::kAnnounced:
       require_sender(header, sender);

@@ -166,6 +166,12 @@ void FramedSocket::forget(const FrameSink* sink) noexcept {
   }
 }
 
+void FramedSocket::drop(const FrameSink& sink, FrameKind kind) noexcept {
+  if (is_in_frame_ && header_.kind == kind) {
+    forget(&sink);
+  }
+}
+
 void FramedSocket::write(std::span<OutgoingFrame> frames) {
   while (!frames.empty()) {
     std::array<iovec, 2 * kMostAtOnce> parts;

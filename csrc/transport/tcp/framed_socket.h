@@ -57,6 +57,8 @@ class FramedSocket {
   [[nodiscard]] const std::string& end() const noexcept { return why_ended_; }
   // What is still to come for `sink` is dropped.
   void forget(const FrameSink* sink) noexcept;
+  // The same, where it is a frame of that kind.
+  void drop(const FrameSink& sink, FrameKind kind) noexcept;
 
   // Writes frames, one after the other, as far as the system takes them. Throws TransportError
   // where the connection has ended.

@@ -219,6 +219,12 @@ void Link::forget(const FrameSink* sink) noexcept {
   }
 }
 
+void Link::drop(const FrameSink& sink, FrameKind kind) noexcept {
+  for (const std::unique_ptr<FramedSocket>& socket : sockets_) {
+    socket->drop(sink, kind);
+  }
+}
+
 void Link::lose(const std::string& why) {
   {
     const std::lock_guard lock(mutex_);

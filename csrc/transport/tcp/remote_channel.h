@@ -1,6 +1,6 @@
 // A channel to or from a rank on another host: a lane of this host's memory at each end, and frames
-// between them (frame.h). What arrives is written into the lane by the thread that serves the
-// network.
+// between them (frame.h). What arrives is written into the lane, or to where the receiver expects
+// it, by the thread that serves the network.
 
 #pragma once
 
@@ -9,6 +9,7 @@
 #include "transport/channel.h"
 #include "transport/shm_channel.h"
 #include "transport/tcp/link.h"
+#include "transport/tcp/segment_targets.h"
 
 namespace pydist {
 
@@ -63,27 +64,47 @@ class RemoteSendChannel final : public SendChannel {
 
 class RemoteReceiveChannel final : public ReceiveChannel {
  public:
-  // `header` is that of the answers: from this rank to the sender.
+  // `header` is that of the answers: from this rank to the sender. `targets`, where there are any,
+  // outlive the channel.
   RemoteReceiveChannel(const ShmChannelMemory& memory, const FrameHeader& header, LinkPtr link,
-                       Doorbell& own_doorbell)
+                       Doorbell& own_doorbell, SegmentTargets* targets)
       : channel_(memory, header.receiver, own_doorbell),
         memory_(memory),
         header_(header),
-        link_(std::move(link)) {}
+        link_(std::move(link)),
+        targets_(targets) {}
 
+  void expect(std::size_t later, std::span<std::byte> target) override {
+    if (targets_ != nullptr) {
+      targets_->expect(released() + 1 + later, target);
+    }
+  }
   [[nodiscard]] Condition until_received() override { return channel_.until_received(); }
-  [[nodiscard]] std::span<const std::byte> slot() override { return channel_.slot(); }
+  [[nodiscard]] std::span<const std::byte> slot() override {
+    const std::span<const std::byte> in_slot = channel_.slot();
+    const std::byte* const place =
+        targets_ != nullptr ? targets_->place_of(released() + 1) : nullptr;
+    return place != nullptr ? std::span(place, in_slot.size()) : in_slot;
+  }
   void release() override {
     channel_.release();
-    header_.number = memory_.released->load(std::memory_order_relaxed);
+    header_.number = released();
+    if (targets_ != nullptr) {
+      targets_->forget_until(header_.number);
+    }
     link_->send(header_);
   }
 
  private:
+  [[nodiscard]] std::uint64_t released() const noexcept {
+    return memory_.released->load(std::memory_order_relaxed);
+  }
+
   ShmReceiveChannel channel_;
   ShmChannelMemory memory_;
   FrameHeader header_;
   LinkPtr link_;
+  SegmentTargets* targets_;
 };
 
 }  // namespace pydist

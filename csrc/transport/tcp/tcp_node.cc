@@ -158,6 +158,13 @@ void TcpNode::remove_sink(std::uint64_t group) noexcept {
   }
 }
 
+void TcpNode::drop(const FrameSink& sink, FrameKind kind) {
+  const std::lock_guard lock(mutex_);
+  for (const LinkPtr& link : links_) {
+    link->drop(sink, kind);
+  }
+}
+
 bool TcpNode::poll(bool stays) {
   const std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) {

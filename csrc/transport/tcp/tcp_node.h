@@ -79,6 +79,9 @@ class TcpNode {
   void add_sink(std::uint64_t group, FrameSink& sink);
   // Once it returns, nobody uses the sink.
   void remove_sink(std::uint64_t group) noexcept;
+  // Drops what is still to come of frames of that kind that the sink has given a place. Once it
+  // returns, nobody writes there.
+  void drop(const FrameSink& sink, FrameKind kind);
 
   // Serves the connections, unless another thread does; returns whether anything has come. Once it
   // has been called with `stays`, the caller will call again soon, or hand_over().
@@ -124,6 +127,8 @@ class TcpNode {
   void serve_meetings();
   // Stops listening where the system has no descriptor to accept with, until the next beat.
   void pause_listening() noexcept;
+  // Whether it is on this machine, in a container or namespace of its own.
+  [[nodiscard]] bool is_here(const Known& known) const;
   [[nodiscard]] std::size_t sockets_to(const Known& known) const;
   [[nodiscard]] bool is_to_be_dialled(const Known& known) const;
   void dial_where_due();

@@ -10,9 +10,11 @@
 
 namespace pydist {
 
-// Any rank that can moves next. Returns false where all wait, in a circle.
-[[nodiscard]] inline bool end_in_any_order(const std::vector<std::unique_ptr<Execution>>& ranks,
-                                           std::mt19937& random) {
+// Any rank that can moves next, or else what is between them: `move_between` moves one thing there,
+// drawn at random, and returns whether there was any. Returns false where all wait, in a circle.
+template <typename MoveBetween>
+[[nodiscard]] bool end_in_any_order(const std::vector<std::unique_ptr<Execution>>& ranks,
+                                    std::mt19937& random, const MoveBetween& move_between) {
   while (true) {
     std::vector<Execution*> ready;
     bool are_done = true;
@@ -22,11 +24,23 @@ namespace pydist {
         ready.push_back(rank.get());
       }
     }
-    if (are_done || ready.empty()) {
-      return are_done;
+    if (are_done) {
+      return true;
     }
-    ready[random() % ready.size()]->resume();
+    if (random() % 2 == 0 && move_between(random)) {
+      continue;
+    }
+    if (!ready.empty()) {
+      ready[random() % ready.size()]->resume();
+    } else if (!move_between(random)) {
+      return false;
+    }
   }
+}
+
+[[nodiscard]] inline bool end_in_any_order(const std::vector<std::unique_ptr<Execution>>& ranks,
+                                           std::mt19937& random) {
+  return end_in_any_order(ranks, random, [](std::mt19937&) { return false; });
 }
 
 }  // namespace pydist
