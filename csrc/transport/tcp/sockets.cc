@@ -4,7 +4,9 @@
 #include <sys/epoll.h>
 #include <sys/socket.h>
 
+#include <array>
 #include <cerrno>
+#include <string_view>
 
 #include "base/error.h"
 
@@ -118,6 +120,18 @@ FileDescriptor accept_one(int listener) noexcept {
     prepare_stream(socket.get());
   }
   return socket;
+}
+
+void end_pacing(int socket) noexcept {
+  std::array<char, 16> name{};  // TCP_CA_NAME_MAX
+  socklen_t bytes = name.size();
+  if (::getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name.data(), &bytes) != 0 ||
+      std::string_view(name.data(), bytes).substr(0, 3) != "bbr") {
+    return;
+  }
+  // The one that every system has, and allows everybody.
+  constexpr std::string_view kReno = "reno";
+  static_cast<void>(::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, kReno.data(), kReno.size()));
 }
 
 std::string peer_text(int socket) {

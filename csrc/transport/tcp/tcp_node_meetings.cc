@@ -30,11 +30,14 @@ std::chrono::milliseconds pause_after(std::size_t failures) {
 
 }  // namespace
 
+bool TcpNode::is_here(const Known& known) const {
+  return !card_.machine.empty() && known.card.machine == card_.machine;
+}
+
 std::size_t TcpNode::sockets_to(const Known& known) const {
-  const bool is_here = !card_.machine.empty() && known.card.machine == card_.machine;
   // Several interfaces are used together, so each takes one.
   const std::size_t least = std::max<std::size_t>(1, settings_.interfaces.size());
-  return settings_.sockets.value_or(std::max(least, is_here ? 1 : kSocketsBetweenMachines));
+  return settings_.sockets.value_or(std::max(least, is_here(known) ? 1 : kSocketsBetweenMachines));
 }
 
 bool TcpNode::is_to_be_dialled(const Known& known) const {
@@ -167,6 +170,9 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
     known.failures = 0;
     known.hindrance.clear();
     const int fd = conversation.fd();
+    if (is_here(known)) {
+      end_pacing(fd);
+    }
     known.link->add(conversation.release());
     watch_in(connections_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, known.link->number());
     known.link->sockets().back()->watched_events = EPOLLIN;

@@ -6,6 +6,7 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <array>
 #include <cerrno>
 #include <cstdint>
 #include <string>
@@ -52,6 +53,26 @@ TEST(SocketsTest, ListensOnTheFirstFreePortOfTheRange) {
         << error.message;
     EXPECT_TRUE(contains(error.message, "widen the range")) << error.message;
     return;
+  }
+}
+
+std::string congestion_control_of(int socket) {
+  std::array<char, 16> name{};
+  socklen_t bytes = name.size();
+  EXPECT_EQ(::getsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name.data(), &bytes), 0);
+  return name.data();
+}
+
+TEST(SocketsTest, AConnectionThatPacesIsToldNotTo) {
+  const FileDescriptor listener = listen_on({});
+  const FileDescriptor socket = begin_connect(at_port(port_of(listener.get())));
+  for (const std::string& name : {std::string("reno"), std::string("cubic"), std::string("bbr")}) {
+    if (::setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                     static_cast<socklen_t>(name.size())) != 0) {
+      continue;  // the system does not have it
+    }
+    end_pacing(socket.get());
+    EXPECT_EQ(congestion_control_of(socket.get()), name == "bbr" ? "reno" : name);
   }
 }
 
