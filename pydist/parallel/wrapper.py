@@ -32,7 +32,7 @@ from pydist._torch import (
 )
 from pydist.config.in_force import takes_from_config
 from pydist.errors import Error, InvalidUsage, Timeout
-from pydist.job import groups, membership
+from pydist.job import current, groups, membership
 from pydist.job.arguments import a_type, flag
 from pydist.parallel.bucket_planner import (
     BucketPlan,
@@ -93,9 +93,10 @@ _CONFIGURABLE = (
 # Of these, those that say the same in two ways.
 _ALIKE = (("broadcast_buffers", "forward_sync_buffers"), ("bucket_cap_mb", "bucket_cap_mb_list"))
 
-# Of wrappers that are gone. The other ranks have yet to be told that an average was given up; when
-# they make another wrapper with this rank, they have been.
-_giving_up: list[_native.Reducer] = []
+# The groups of wrappers that are gone. The other ranks have yet to be told that an average was
+# given up; when they make another wrapper with this rank, they have been. Reducers, which have the
+# parameters, need not stay: what is under way keeps its own memory.
+_giving_up: list[_native.Communicator] = []
 
 # The wrapper that is in join(). There may be only one: ranks that wait for each other in two of
 # them would wait in a circle.
@@ -448,8 +449,10 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._trained, self._buffer_sync = trained, buffer_sync
         self._working_reducer = reducer
         # Nobody can conclude what is held once the wrapper is gone.
-        weakref.finalize(self, _give_up_held, weakref.ref(reducer)).atexit = False
-        _giving_up.clear()
+        weakref.finalize(self, _give_up_held, weakref.ref(reducer), communicator).atexit = False
+        _forget_given_up()
+        if _forget_given_up not in current.before_closing:
+            current.before_closing.append(_forget_given_up)
         self._sentinel.watch(trained.known, membership.rank(), reducer)
         guard_steps()
         look_at_torchs_wrappers()
@@ -1097,11 +1100,15 @@ def is_joining() -> bool:
     return _joining is not None
 
 
-def _give_up_held(itself: weakref.ref[_native.Reducer]) -> None:
+def _give_up_held(itself: weakref.ref[_native.Reducer], communicator: _native.Communicator) -> None:
     reducer = itself()
     if reducer is not None and reducer.is_held:
         reducer.give_up_held()
-        _giving_up.append(reducer)
+        _giving_up.append(communicator)
+
+
+def _forget_given_up() -> None:
+    _giving_up.clear()
 
 
 def _warn_of_unknown(local: RankLocal) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -192,6 +193,32 @@ def is_dropped() -> str:
 
 def test_a_model_that_is_dropped_gives_it_up(four: Ranks) -> None:
     assert four.run(is_dropped) == ["told", "dropped", "told", "told"]
+
+
+def leaves_its_memory() -> list[bool]:
+    """Whether parameters and the reducer live, on the rank that drops the model.
+
+    The others come later, so buckets are under way as it does.
+    """
+    wrapped = model()
+    if pydist.rank() != 1:
+        time.sleep(0.2)
+        hold(wrapped)
+        with pytest.raises(pydist.Error, match="rank 1 went backward and did not wait"):
+            wrapped.conclude_average()
+        pydist.barrier()
+        return []
+    hold(wrapped)
+    dropped = [weakref.ref(each) for each in (*wrapped.parameters(), wrapped._reducer)]
+    del wrapped
+    gc.collect()
+    lives = [each() is not None for each in dropped]
+    pydist.barrier()
+    return lives
+
+
+def test_a_model_that_is_dropped_leaves_no_memory_behind(four: Ranks) -> None:
+    assert four.run(leaves_its_memory)[1] == [False, False, False]
 
 
 class OneOf(nn.Module):
