@@ -175,13 +175,41 @@ def put_shards(
     """Reads what this rank needs of a state into a sharded optimizer. Talks to nobody.
 
     Args:
-        optimizer: It takes the state over segment by segment.
+        optimizer: It takes the state over segment by segment, each read when its turn comes; where
+            reading fails, it has taken a part.
         root: What checkpoints call it.
         renaming: What a checkpoint calls the parameters that the optimizer has names of its own
             for.
         sources: By those names in a checkpoint. A parameter that has none was never updated.
         groups: With these names.
     """
+    optimizer.load_sharded_state(_shards(optimizer, root, renaming, sources, groups))
+
+
+def read_shards(
+    optimizer: ShardedOptimizer,
+    root: str,
+    renaming: Mapping[str, str],
+    sources: Mapping[str, Source],
+    groups: list[dict[str, Any]],
+) -> ShardedState:
+    """Reads all that `put_shards` would, at once, for `optimizer.load_sharded_state`.
+
+    So whatever is wrong with files is known before anything changes.
+    """
+    state = _shards(optimizer, root, renaming, sources, groups)
+    for known in state.parameters.values():
+        known.ranges = [StateRange(r.begin, r.end, dict(r.values)) for r in known.ranges]
+    return state
+
+
+def _shards(
+    optimizer: ShardedOptimizer,
+    root: str,
+    renaming: Mapping[str, str],
+    sources: Mapping[str, Source],
+    groups: list[dict[str, Any]],
+) -> ShardedState:
     local = optimizer.sharded_state()
     with_masters = {
         own
@@ -202,7 +230,7 @@ def put_shards(
         if own in with_masters:
             _add_masters(contents, name, parameters[own], dims, ranges)
     back = {name: own for own, name in renaming.items()}
-    optimizer.load_sharded_state(ShardedState(parameters, renamed(groups, back)))
+    return ShardedState(parameters, renamed(groups, back))
 
 
 def _of_all(

@@ -66,9 +66,10 @@ def from_parts(
 
     Of a pipeline's stages, say, each saved by `pydist.save(path, model=part, optimizer=optimizer)`:
     four of them into two, or into the whole model. Every rank calls it, for its own part; talks to
-    nobody. A rank has all values of its part for a moment, and the optimizer's state where that is
-    not sharded. A parameter in more than 16 bits takes the float32 copy that a sharded optimizer
-    had of it, as in `pydist.load`.
+    nobody: where it raises on one rank, others may have loaded their parts. A rank has all values
+    of its part for a moment, and the optimizer's state, of its shards alone where that is sharded
+    and parameters have the layout in memory that they were saved in. A parameter in more than 16
+    bits takes the float32 copy that a sharded optimizer had of it, as in `pydist.load`.
 
     Args:
         paths: Of all parts, as for `pydist.load`; or one path. A part whose parameters are all
@@ -79,11 +80,12 @@ def from_parts(
             options of its groups become those that the parameters' groups had.
 
     Raises:
-        CheckpointError: There is none at a path, or a file is damaged.
+        CheckpointError: There is none at a path, or a file is damaged. Nothing has changed.
         InvalidUsage: No part has a parameter or a buffer, or two have it with different values, or
             with an optimizer's state each; the parts were saved after different steps; the
             optimizer is of another class, or one group has parameters whose groups had different
             options; weights that are tied here have different values. Nothing has changed.
+        OSError: A file can't be read. Nothing has changed.
 
     Example:
         >>> paths = [folder / f"stage{i}" for i in range(4)]  # doctest: +SKIP
@@ -113,9 +115,10 @@ def from_parts(
     own = [name for group in optimizer.named() for name in group]
     renaming = dict(zip(own, [name for group in named for name in group], strict=True))
     sources = {name: origin.source for name, origin in found.items()}
+    shards = optimizer_loading.read_shards(optimizer, _OPTIMIZER, renaming, sources, groups)
     with model_state.unchanged_by_errors(model):
         from_torch(state, model=model)
-        optimizer_loading.put_shards(optimizer, _OPTIMIZER, renaming, sources, groups)
+        optimizer.load_sharded_state(shards)
 
 
 def _require_one_step(parts: Sequence[Contents]) -> None:

@@ -2,18 +2,29 @@
 
 import copy
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from launch import Ranks
 from torch import nn
 
 import pydist
+import pydist.checkpoint.saving as saving
 from pydist.checkpoint import from_parts
+from pydist.checkpoint.dcp_files import Contents
 from pydist.sharding.state.ranges import MASTER
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, {"PYDIST_BACKEND": "native"}) as ranks:
+        yield ranks
 
 
 def layers(first: int, stop: int, seed: int = 0) -> nn.Sequential:
@@ -199,9 +210,11 @@ def test_a_buffer_of_several_parts(tmp_path: Path) -> None:
     from_parts(paths, model=part)  # which does not want it
 
 
-def sharded(seed: int, dtype: torch.dtype) -> tuple[pydist.DataParallel, Any]:
+def sharded(
+    seed: int, dtype: torch.dtype, lr: float = 1e-4
+) -> tuple[pydist.DataParallel, pydist.ShardedOptimizer]:
     model = pydist.DataParallel(layers(0, 2, seed).to(dtype))
-    return model, pydist.ShardedOptimizer(model, torch.optim.Adam, lr=1e-4)
+    return model, pydist.ShardedOptimizer(model, torch.optim.Adam, lr=lr)
 
 
 def masters(optimizer: Any) -> list[torch.Tensor]:
@@ -226,3 +239,129 @@ def test_float32_copies_of_16_bits_go_on(tmp_path: Path) -> None:
     from_parts([tmp_path / "bf16"], model=by_parts)
     for name, value in by_load.state_dict().items():
         assert torch.equal(by_parts.state_dict()[name], value), name
+
+
+def all_values(model: nn.Module, optimizer: pydist.ShardedOptimizer) -> dict[str, Any]:
+    """Copies of all that loading may change on this rank."""
+    state = optimizer.sharded_state()
+    return {
+        "model": {name: value.clone() for name, value in model.state_dict().items()},
+        "state": {
+            (name, piece.begin, key): copy.deepcopy(value)
+            for name, known in state.parameters.items()
+            for piece in known.ranges
+            for key, value in piece.values.items()
+        },
+        "groups": copy.deepcopy(state.groups),
+    }
+
+
+def one_step(model: nn.Module, optimizer: Any, dtype: torch.dtype) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 3, dtype=dtype)).square().sum().backward()
+    optimizer.step()
+
+
+def require_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["groups"] == expected["groups"]
+    for kind in ("model", "state"):
+        torch.testing.assert_close(found[kind], expected[kind], rtol=0, atol=0)
+
+
+class FailsLate:
+    """Reads as checkpoints do, but for one of the reads, which fails as a broken disk does."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.reads = at, 0
+        self._read = Contents.read_tensors
+
+    def __call__(self, contents: Contents, wanted: Any) -> None:
+        self.reads += 1
+        if self.reads == self.at:
+            raise OSError(5, "Input/output error")
+        self._read(contents, wanted)
+
+    def under_way(self) -> Any:
+        return mock.patch.object(Contents, "read_tensors", lambda *args: self(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_read_that_fails_late_changes_nothing(tmp_path: Path, dtype: torch.dtype) -> None:
+    model, optimizer = sharded(0, dtype)
+    one_step(model, optimizer, dtype)
+    pydist.save(tmp_path / "a", model=model, optimizer=optimizer)
+    again, its = sharded(1, dtype, lr=1.0)
+    one_step(again, its, dtype)
+    before = all_values(again, its)
+    at = 0
+    while True:
+        at += 1
+        reading = FailsLate(at)
+        with reading.under_way():
+            try:
+                from_parts([tmp_path / "a"], model=again, optimizer=its)
+            except OSError:
+                require_same(all_values(again, its), before)
+                continue
+        break
+    # Of each parameter its value, and then at least its two moments.
+    assert at > 3 * len(list(again.parameters()))
+    require_same(all_values(again, its), all_values(model, optimizer))
+
+
+def with_a_fault_on_one_rank(folder: str) -> list[str]:
+    """What each of three calls raised, in which rank 1 finds a fault after all have begun."""
+    pydist.init()
+    place = Path(folder) / "part"
+    model, optimizer = sharded(0, torch.bfloat16)
+    one_step(model, optimizer, torch.bfloat16)
+    pydist.save(place, model=model, optimizer=optimizer)
+    saved_then = all_values(model, optimizer)
+    told = []
+
+    one_step(model, optimizer, torch.bfloat16)
+    later = all_values(model, optimizer)
+    write = saving._write_own
+
+    def fails(*arguments: Any) -> Any:
+        if pydist.rank() == 1:
+            write(*arguments)  # all of its file is there
+            raise OSError(28, "No space left on device")
+        return write(*arguments)
+
+    with mock.patch.object(saving, "_write_own", fails), pytest.raises(pydist.Error) as error:
+        pydist.save(place, model=model, optimizer=optimizer)
+    told.append(f"{error.type.__name__}: {error.value}")
+    require_same(all_values(model, optimizer), later)
+
+    # The checkpoint before is whole. One rank fails amid it, which its peers don't hear of.
+    again, its = sharded(1, torch.bfloat16, lr=1.0)
+    one_step(again, its, torch.bfloat16)
+    before = all_values(again, its)
+    reading = FailsLate(6 if pydist.rank() == 1 else 0)
+    with reading.under_way():
+        if pydist.rank() == 1:
+            with pytest.raises(OSError, match="Input/output error"):
+                from_parts(place, model=again, optimizer=its)
+            require_same(all_values(again, its), before)
+        from_parts(place, model=again, optimizer=its)
+    require_same(all_values(again, its), saved_then)
+
+    # The same fault in a call that all ranks leave together.
+    reading = FailsLate(6 if pydist.rank() == 1 else 0)
+    with reading.under_way(), pytest.raises(pydist.CheckpointError) as error:
+        pydist.load(place, model=again, optimizer=its)
+    told.append(str(error.value))
+    pydist.load(place, model=again, optimizer=its)
+    require_same(all_values(again, its), saved_then)
+    return told
+
+
+def test_a_fault_that_one_rank_finds_late(two: Ranks, tmp_path: Path) -> None:
+    for while_saving, while_loading in two.run(with_a_fault_on_one_rank, str(tmp_path)):
+        assert while_saving.startswith("CheckpointError: ")
+        assert "rank 1" in while_saving
+        assert "No space left on device" in while_saving
+        assert "half-way, so that what was loaded is of no use, failed" in while_loading
+        assert "rank 1: OSError" in while_loading
+    assert [path.name for path in tmp_path.iterdir()] == ["part"]
