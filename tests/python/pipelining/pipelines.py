@@ -94,9 +94,11 @@ class Place:
             for part, stage in zip(self.parts(model), self.stages, strict=True)
         ]
 
-    def schedule(self, kind: str, stages: list[Any], loss: Any) -> Any:
+    def schedule(
+        self, kind: str, stages: list[Any], loss: Any, micro_batches: int = MICRO_BATCHES
+    ) -> Any:
         stage = stages[0] if kind in ("GPipe", "1F1B") else stages
-        return SCHEDULES[kind](stage, MICRO_BATCHES, loss_fn=loss)
+        return SCHEDULES[kind](stage, micro_batches, loss_fn=loss)
 
     def step(self, schedule: Any, x: Tensor, y: Tensor) -> None:
         args = (x[self.share],) if 0 in self.stages else ()

@@ -19,6 +19,7 @@ from pipelines import (
     sgd,
     whole_model,
 )
+from thorough import everyday
 from torch import Tensor, nn
 from torch.distributed import pipelining as torch_pipelining
 
@@ -26,11 +27,17 @@ import pydist
 from pydist.pipelining import PipelineStage, WeightedLoss
 
 
-def train(kind: str, replicas: int, sharded: bool, dtype: torch.dtype) -> tuple[list[int], Any]:
+def train(
+    kind: str,
+    replicas: int,
+    sharded: bool,
+    dtype: torch.dtype,
+    micro_batches: int = MICRO_BATCHES,
+) -> tuple[list[int], Any]:
     place = Place(replicas, kind)
     stages = place.make(whole_model(dtype))
     models = [stage.submod for stage in stages]
-    schedule = place.schedule(kind, stages, nn.functional.mse_loss)
+    schedule = place.schedule(kind, stages, nn.functional.mse_loss, micro_batches)
     optimizers: list[Any] = [
         pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.3, momentum=0.9)
         if sharded
@@ -62,6 +69,15 @@ def test_weights_are_those_of_one_process_and_a_step_is_one_round(
 ) -> None:
     expected = by_one_process()
     for rounds, found in four.run(train, kind, 2, sharded, torch.float64):
+        assert set(rounds) == {STEPS}
+        require_weights(found, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sharded", everyday(False, thorough=(True,)))
+def test_dual_pipe_between_its_beginning_and_its_end(four: Ranks, sharded: bool) -> None:
+    """With twice as many micro-batches as stages, forwards overlap backwards for a while."""
+    expected = by_one_process()
+    for rounds, found in four.run(train, "DualPipeV", 2, sharded, torch.float64, 8):
         assert set(rounds) == {STEPS}
         require_weights(found, expected, rtol=1e-12, atol=1e-14)
 
@@ -152,6 +168,46 @@ def test_another_order_of_backwards_is_refused() -> None:
     for outcome in rank_outcomes(in_another_order, 1):
         assert outcome.error == "InvalidUsage"
         assert "must come last" in outcome.message
+
+
+def in_the_order_of_a_schedule(kind: str) -> None:
+    place = Place(2, "Interleaved1F1B")
+    stages = place.make(whole_model())
+    schedule = OTHER_ORDERS[kind](stages, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
+    try:
+        place.step(schedule, *batch(0))
+    finally:
+        pydist.shutdown()  # as at the end of a program: the first stages wait for the last one
+
+
+class LastButOne(torch_pipelining.ScheduleLoopedBFS):
+    """Goes backward in order, but for the last two micro-batches."""
+
+    def _calculate_single_rank_operations(self, rank: int) -> Any:
+        *before, other, last = range(MICRO_BATCHES)
+        order = [*before, last, other]
+        return [
+            each._replace(microbatch_index=order[MICRO_BATCHES - 1 - each.microbatch_index])
+            if each is not None and each.computation_type.name == "FULL_BACKWARD"
+            else each
+            for each in super()._calculate_single_rank_operations(rank)
+        ]
+
+
+OTHER_ORDERS: dict[str, Any] = {
+    "LoopedBFS": torch_pipelining.ScheduleLoopedBFS,
+    "last but one": LastButOne,
+}
+
+
+@pytest.mark.parametrize("kind", list(OTHER_ORDERS))
+def test_a_schedule_that_takes_another_order_raises_on_all_ranks(kind: str) -> None:
+    outcomes = rank_outcomes(in_the_order_of_a_schedule, 4, kind, timeout=60)
+    for outcome in outcomes[1::2]:  # which have the last stage, whose backwards come first
+        assert outcome.error == "InvalidUsage", outcome.describe()
+        assert f"runs the backward of micro-batch {MICRO_BATCHES - 1} of" in outcome.message
+        assert "must come last" in outcome.message
+    assert {outcome.error for outcome in outcomes[0::2]} == {"PeerLost"}
 
 
 def dies_amid_a_step(where: str) -> None:
