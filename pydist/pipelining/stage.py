@@ -179,10 +179,11 @@ class PipelineStage(ReplicatedStage, torch_pipelining.PipelineStage):
 
     A module in no `pydist.DataParallel` is treated as torch's stage treats it: so is one without
     parameters that train, which there is nothing to average of. `torch.compile` may be around the
-    `pydist.DataParallel`, or around the module in it.
+    `pydist.DataParallel`, or around the module in it, with inductor as with other backends.
 
-    Before the first step torch may run the module once for the shapes of its outputs, which running
-    statistics of BatchNorm take up; not where the stage is given `input_args` and `output_args`.
+    Before the first step torch may run the module once for the shapes of its outputs; not where the
+    stage is given `input_args` and `output_args`. Running statistics of BatchNorm take that forward
+    up, except with a torch that puts the module's buffers back after it; up to 2.13, none does.
 
     Raises:
         InvalidUsage: A `dw_builder` is given for a module in a `pydist.DataParallel`. While a

@@ -1,11 +1,13 @@
 """What a stage's module may be: frozen, without parameters, compiled, traced."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks
+from launch import Ranks, run_ranks
 from pipelines import (
     MICRO_BATCHES,
     SAMPLES,
@@ -16,7 +18,7 @@ from pipelines import (
     sgd,
     whole_model,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import pydist
@@ -131,7 +133,8 @@ def test_a_wrapper_around_a_part_of_the_module_is_refused(four: Ranks) -> None:
     four.run(wrapped_in_part)
 
 
-def compiled(kind: str, around: str) -> None:
+def compiled(kind: str, around: str, backend: str = "aot_eager") -> None:
+    torch._dynamo.reset()
     place = Place(2, kind)
     expected = whole_model()
     train_alone(expected)
@@ -140,11 +143,11 @@ def compiled(kind: str, around: str) -> None:
     part: Any
     for part in place.parts(whole_model()):
         if around == "module":
-            part = torch.compile(part, backend="aot_eager")
+            part = torch.compile(part, backend=backend)
         wrapper = pydist.DataParallel(part, process_group=place.peers)
         wrappers.append(wrapper)
         is_inside = around == "module"
-        modules.append(wrapper if is_inside else torch.compile(wrapper, backend="aot_eager"))
+        modules.append(wrapper if is_inside else torch.compile(wrapper, backend=backend))
     stages = [place.stage_of(*each) for each in zip(modules, place.stages, strict=True)]
     if kind == "InterleavedZeroBubble":  # which torch refuses
         with pytest.raises(RuntimeError, match=r"torch\.compile"):
@@ -168,6 +171,65 @@ def compiled(kind: str, around: str) -> None:
 )
 def test_compiled(four: Ranks, kind: str, around: str) -> None:
     four.run(compiled, kind, around)
+
+
+# Generates C++ and compiles it, on all ranks.
+@pytest.mark.thorough
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("around", ["wrapper", "module"])
+def test_compiled_by_inductor(tmp_path: Path, around: str) -> None:
+    env = {
+        "PYDIST_BACKEND": "native",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of processes
+    }
+    with Ranks(4, env) as ranks:
+        for kind in ("1F1B", "Interleaved1F1B"):
+            ranks.run(compiled, kind, around, "inductor", timeout=90)
+
+
+class Normalised(nn.Module):
+    """A layer with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).double()
+        self.norm = nn.BatchNorm1d(WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.norm(self.layer(x))
+        return y
+
+
+def with_running_statistics() -> None:
+    """Of stages that are told their shapes: they are of the micro-batches alone."""
+    place = Place(1, "1F1B")
+    torch.manual_seed(place.position)
+    part = Normalised()
+    alone = copy.deepcopy(part)
+    x, y = batch(0)
+    example = x[: SAMPLES // MICRO_BATCHES]
+    stage = PipelineStage(
+        pydist.DataParallel(part, process_group=place.peers),
+        place.position,
+        2,
+        torch.device("cpu"),
+        # What comes from another stage requires a gradient, and so does what goes there.
+        input_args=example.clone().requires_grad_(place.position == 1),
+        output_args=example.clone().requires_grad_(),
+        group=place.chain,
+    )
+    place.step(place.schedule("1F1B", [stage], nn.functional.mse_loss), x, y)
+    if place.position == 0:
+        for micro_batch in x.chunk(MICRO_BATCHES):
+            alone(micro_batch)
+        torch.testing.assert_close(part.norm.running_mean, alone.norm.running_mean)
+        torch.testing.assert_close(part.norm.running_var, alone.norm.running_var)
+    assert part.norm.num_batches_tracked == MICRO_BATCHES
+
+
+def test_running_statistics_of_stages_that_are_told_their_shapes() -> None:
+    run_ranks(with_running_statistics, 2)
 
 
 def traced() -> None:
