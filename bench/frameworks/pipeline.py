@@ -1,6 +1,6 @@
 """A step of a pipeline that averages once, beside one that averages at every micro-batch.
 
-    pydist run -n 4 bench/frameworks/pipeline.py [--width 1024] [--micro-batches 4 8] [--seconds 30]
+    pydist run -n 4 bench/frameworks/pipeline.py [--width 1024] [--micro-batches 4 8] [--seconds 8]
 
 Two stages, each on half of the ranks, train by torch's 1F1B schedule. pydist's stage takes one
 round of all-reduces a step; torch's own, around the same `pydist.DataParallel`, one a micro-batch.
@@ -34,7 +34,7 @@ _STAGES = 2
 _LAYERS = 4  # of each stage
 _SAMPLES = 8  # of each micro-batch
 # Buckets follow the order that the first steps show, and the speed of the link.
-_WARM_UP_STEPS = 10
+_WARM_UP_STEPS = 4
 
 
 def steps(width: int, micro_batches: int) -> Pair:
@@ -81,7 +81,7 @@ def main() -> None:
         "--micro-batches", type=int, nargs="+", default=[4, 8], help="(default: 4 8)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=30.0, help="time for each line (default: 30)"
+        "--seconds", type=float, default=8.0, help="time for each line (default: 8)"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
