@@ -106,16 +106,28 @@ def print_header(console: Console, args: argparse.Namespace, ranks: int) -> None
 
 
 def _describe_network(args: argparse.Namespace) -> str:
-    said = [f"rate {args.rate or 'not limited'}", f"packets of {args.mtu} bytes"]
+    said = [
+        f"rate {args.rate or 'not limited'}",
+        f"packets of {args.mtu} bytes",
+        f"TCP {_congestion_control()}",
+    ]
     if args.delay_ms or args.loss:
         said += [f"delay {args.delay_ms:g} ms", f"loss {args.loss:.2%}"]
     return f"network namespaces of one machine; {', '.join(said)}"
 
 
+def _congestion_control() -> str:
+    """The system's congestion control, which namespaces begin with."""
+    return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+
+
 def network_of(args: argparse.Namespace) -> dict[str, Any]:
     """The same for JSON."""
     names = ("rate", "mtu", "delay_ms", "loss")
-    return {name: getattr(args, name) for name in names}
+    return {
+        **{name: getattr(args, name) for name in names},
+        "congestion_control": _congestion_control(),
+    }
 
 
 __all__ = [
