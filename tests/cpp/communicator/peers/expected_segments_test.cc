@@ -6,7 +6,6 @@
 
 #include <sys/socket.h>
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -56,6 +55,9 @@ TEST(ExpectedSegmentsTest, ASegmentGoesToWhereItIsExpectedAndIsAsLong) {
   EXPECT_EQ(fourth, "forth");
 }
 
+// What lies there while the network may still write, which no rank would read.
+__attribute__((no_sanitize("thread"))) char as_it_is(const volatile char* place) { return *place; }
+
 // Whoever is told that an operation has failed may do with its memory what he likes.
 TEST(ExpectedSegmentsTest, NothingIsWrittenIntoABufferThatIsReleased) {
   RemoteGround ground;
@@ -70,9 +72,7 @@ TEST(ExpectedSegmentsTest, NothingIsWrittenIntoABufferThatIsReleased) {
   text.append(20'000, 'a');
   ASSERT_EQ(::send(ground.connection(), text.data(), text.size(), MSG_NOSIGNAL),
             static_cast<ssize_t>(text.size()));
-  ASSERT_TRUE(eventually([&] {
-    return std::atomic_ref<char>(buffer[19'999]).load(std::memory_order_relaxed) == 'a';
-  }));
+  ASSERT_TRUE(eventually([&] { return as_it_is(&buffer[19'999]) == 'a'; }));
 
   ground.health().fail(ErrorKind::kAborted, "the test ends it", {});
   std::memset(buffer.data(), '#', buffer.size());
