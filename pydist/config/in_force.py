@@ -152,8 +152,8 @@ def entering(config: Config | None) -> Iterator[None]:
     Without one, what is in force stays so.
     """
     before = _given
+    use(before if config is None else config)  # changes nothing where it raises
     try:
-        use(before if config is None else config)
         yield
     except BaseException:
         use(before)

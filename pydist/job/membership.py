@@ -118,7 +118,7 @@ def init(
         if processes is not None or gpus is not None:
             from pydist.job.own_ranks import start_own_ranks  # not at import: few need it
 
-            chosen = start_own_ranks(processes, gpus)
+            chosen = start_own_ranks(processes, gpus, configuration)
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
         with in_force.entering(configuration), entering():

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from pydist import _native
 from pydist.config import in_force
+from pydist.config.config import Config
 from pydist.errors import InvalidUsage
 from pydist.gpu import selection
 from pydist.gpu.visible import visible_gpus
@@ -74,7 +75,7 @@ def has_started_ranks() -> bool:
 
 
 def start_own_ranks(
-    processes: int | None, gpus: "selection.Gpus | None"
+    processes: int | None, gpus: "selection.Gpus | None", configuration: Config | None
 ) -> "selection.Choice | None":
     """Starts this script again for all ranks but the first, which this process becomes.
 
@@ -83,6 +84,7 @@ def start_own_ranks(
     Args:
         processes: How many ranks; None: one for each of `gpus`.
         gpus: As for `pydist.spawn`; None: whichever are visible.
+        configuration: What the program gives `pydist.init`.
 
     Returns:
         What was chosen for `gpus`; None where that is None, or a launcher's matter.
@@ -90,7 +92,7 @@ def start_own_ranks(
     Raises:
         InvalidUsage: `processes` is less than 1, or another number than a launcher's; there are no
             such GPUs, or the program has used one already; nobody can tell how to start the
-            program again.
+            program again; the file that PYDIST_CONFIG names is not valid.
     """
     is_whole = isinstance(processes, int) and not isinstance(processes, bool)
     if processes is not None and not (is_whole and processes >= 1):
@@ -104,6 +106,7 @@ def start_own_ranks(
                 "start the script without one."
             )
         return None
+    in_force.over_file(configuration)  # here, and not in each of the ranks
     choice = None
     variables: dict[str, str] = {}
     if gpus is not None:
@@ -144,17 +147,18 @@ def _start(count: int, command: Sequence[str]) -> None:
     variables.pop("PYTHONINSPECT", None)  # see `_divided`
     others = _Others([], store, os.getpid())
     try:
-        for rank in range(1, count):
-            others.processes.append(
-                subprocess.Popen(
-                    [sys.executable, *command],
-                    env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    cwd=folder_at_import(),
-                    stdin=subprocess.DEVNULL,
-                    # Ctrl-C is for rank 0, whose debugger may want it; the others end with it.
-                    start_new_session=True,
+        with _outside_debugger():
+            for rank in range(1, count):
+                others.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *command],
+                        env=variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                        cwd=folder_at_import(),
+                        stdin=subprocess.DEVNULL,
+                        # Ctrl-C is for rank 0, whose debugger may want it; the others end with it.
+                        start_new_session=True,
+                    )
                 )
-            )
     except OSError as error:
         _end(others)
         os.environ.clear()
@@ -170,6 +174,18 @@ def _start(count: int, command: Sequence[str]) -> None:
         target=_watch, args=(others,), name="pydist-ranks", daemon=True
     )
     others.watcher.start()
+
+
+def _outside_debugger() -> AbstractContextManager[None]:
+    """Keeps debugpy's debugger out of the processes that are started meanwhile.
+
+    It puts itself into the arguments of every Python process, which then waits for a client. Ours
+    become another program under the same process number (`tied`), and debugpy takes that for one
+    process debugged twice: neither goes on, nor ends with this one.
+    """
+    skip = getattr(sys.modules.get("pydevd"), "skip_subprocess_arg_patch", nullcontext)
+    entered: AbstractContextManager[None] = skip()
+    return entered
 
 
 def _own_command() -> list[str]:

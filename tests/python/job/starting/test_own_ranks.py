@@ -220,6 +220,51 @@ if pydist.rank() == 0:
     assert done.stdout.startswith("the job runs without gpus= already, so gpus=2 can't be had now")
 
 
+def test_what_rank_0_is_refused_ends_all() -> None:
+    """The other ranks can't know which GPUs were chosen: they learn why rank 0 has ended."""
+    program = """
+import pydist, torch
+
+pydist.init(processes=2)
+pydist.init(gpus=2)
+pydist.all_reduce(torch.ones(1))
+print("went on", flush=True)
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert done.returncode == 1
+    assert "went on" not in done.stdout
+    refusal = "the job runs without gpus= already, so gpus=2 can't be had now"
+    assert f"InvalidUsage: {refusal}" in done.stderr
+    assert re.search(rf"rank 0 \(pid .*\) has ended with InvalidUsage: {refusal}", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "can't be read"),
+        ("[engine", "can't be read"),
+        ("[engine]\ntimeuot = 3\n", "there is no engine.timeuot; did you mean engine.timeout?"),
+    ],
+)
+def test_a_bad_configuration_starts_nothing(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "train.toml"
+    if text is not None:
+        path.write_text(text)
+    program = (
+        "import psutil, pydist\n"
+        "try: pydist.init(processes=2)\n"
+        "except pydist.InvalidUsage as error: print(error, error.__context__ is error.__cause__)\n"
+        "print(len(psutil.Process().children()))"
+    )
+    env = {"PYDIST_CONFIG": str(path)}
+    done = run_command([sys.executable, "-c", program], env=env)
+    assert done.returncode == 0, done.stderr
+    told, children = done.stdout.splitlines()  # another rank would print two more
+    assert message in told
+    assert told.endswith("True")  # one error, and no other one on the way out of it
+    assert children == "0"
+
+
 def test_no_gpus_and_one_process_start_nothing() -> None:
     program = (
         "import pydist; pydist.init(gpus=0, processes=1); print(pydist.world_size(), "
