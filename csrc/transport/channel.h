@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "health/condition.h"
@@ -49,12 +50,13 @@ class ReceiveChannel {
  public:
   virtual ~ReceiveChannel() = default;
 
-  // Says where the segment belongs that comes after `later` others from now. A channel may put it
+  // How many have been released, ever.
+  [[nodiscard]] virtual std::uint64_t released() const noexcept = 0;
+  // Says where the segment belongs that will be the `number`-th, from 1. A channel may put it
   // there, and not into a slot, if it is as long as that: slot() is then where it belongs, and
-  // nothing is to be copied. What lies there must not be needed from the moment on at which the
-  // sender can send it, and stays the channel's until the segment has been received. Segments are
-  // expected in the order in which they come.
-  virtual void expect(std::size_t /*later*/, std::span<std::byte> /*target*/) {}
+  // nothing is to be copied. From now on nobody needs what lies there, which is the channel's until
+  // the segment has been received. Segments are expected in the order in which they come.
+  virtual void expect(std::uint64_t /*number*/, std::span<std::byte> /*target*/) {}
 
   // That the next slot has arrived.
   [[nodiscard]] virtual Condition until_received() = 0;

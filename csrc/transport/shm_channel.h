@@ -59,12 +59,11 @@ class ShmReceiveChannel final : public ReceiveChannel {
   [[nodiscard]] Condition until_received() override;
   [[nodiscard]] std::span<const std::byte> slot() override;
   void release() override;
-
- private:
-  [[nodiscard]] std::uint64_t released() const noexcept {
+  [[nodiscard]] std::uint64_t released() const noexcept override {
     return memory_.released->load(std::memory_order_relaxed);
   }
 
+ private:
   ShmChannelMemory memory_;
   int peer_;
   Doorbell& peer_doorbell_;

@@ -89,6 +89,11 @@ struct Lanes {
     for (std::vector<std::byte>& sum : own_sums) {
       sum.resize(drives ? run.slot_bytes(elements) : 0);
     }
+    for (int each = 0; drives && each < placement.hosts(); ++each) {
+      results.emplace_back(channels.from(driver(each, mine)),
+                           parts_in(pieces.of(nullptr, mine, host).count, elements),
+                           channels.window());
+    }
   }
 
   [[nodiscard]] std::size_t steps() const { return parts_in(pieces.largest(), elements); }
@@ -165,6 +170,7 @@ struct Lanes {
   std::byte* const input;
   std::byte* const output;
   const std::vector<HeapBuffers> heap;  // of the ranks of this host, in their order; or none
+  std::vector<ResultNumbers> results;   // of who drives this lane, by host
 };
 
 // Station 1.
@@ -229,6 +235,11 @@ Task send_sums_of_host(Lanes& lanes, std::size_t step) {
     }
     if (channel != nullptr) {
       channel->send(run.slot_bytes(own.count));
+      if (!run.wire().converts()) {
+        lanes.channels.from(lanes.driver(host, lanes.mine))
+            .expect(lanes.results[static_cast<std::size_t>(host)].of(step),
+                    {lanes.part(lanes.output, lanes.mine, host, step).data, run.bytes(own.count)});
+      }
     }
     offset += run.bytes(own.count);
   }
@@ -354,15 +365,6 @@ Task all_reduce_by_hosts(Collective& run, Channels& channels, const Placement& p
   const auto is_due = [steps](std::size_t step, std::size_t begins) {
     return step >= begins && step - begins < steps;
   };
-  for (int host = 0; lanes.drives && host < placement.hosts(); ++host) {
-    if (host != lanes.host && !run.wire().converts()) {
-      const std::size_t sums =
-          parts_in(lanes.pieces.of(nullptr, lanes.mine, lanes.host).count, lanes.elements);
-      expect_segments(channels.from(lanes.driver(host, lanes.mine)),
-                      lanes.pieces.of(lanes.output, lanes.mine, host), lanes.elements,
-                      run.element_bytes(), sums, results_at - sums_at + 1);
-    }
-  }
   for (std::size_t step = 0; step < steps + taken_at; ++step) {
     if (!lanes.on_heap() && is_due(step, 0)) {
       co_await give_to_host(lanes, step);

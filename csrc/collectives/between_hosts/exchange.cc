@@ -91,18 +91,22 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
   };
   std::vector<const std::byte*> pieces(static_cast<std::size_t>(run.size()));
 
-  // Where results belong, nobody needs what lies there once their sender has reduced it.
-  for (const int rank : others) {
-    if (blocks.gathers() && !run.wire().converts()) {
-      expect_segments(channels.from(rank), blocks.output(rank), elements, run.element_bytes(),
-                      parts_in(blocks.input(me).count, elements), ahead + 1);
-    }
+  const bool expects_results = blocks.gathers() && !run.wire().converts();
+  std::vector<ResultNumbers> results;  // by rank
+  for (int rank = 0; rank < run.size() && expects_results; ++rank) {
+    results.emplace_back(channels.from(rank), parts_in(blocks.input(me).count, elements), ahead);
   }
   for (std::size_t step = 0; step < segments + 2 * ahead; ++step) {
     for (const int rank : others) {
       if (const Block part = segment(blocks.input(rank), step); part.count != 0) {
         co_await channels.to(rank).until_free();
         send_elements(run, channels.to(rank), part);
+        if (expects_results) {
+          // Its result belongs where it has come from, or into a buffer of its own.
+          channels.from(rank).expect(
+              results[static_cast<std::size_t>(rank)].of(step),
+              {segment(blocks.output(rank), step).data, run.bytes(part.count)});
+        }
       }
     }
     if (step < ahead) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <span>
 
 #include "base/error.h"
@@ -43,18 +44,34 @@ template <typename BlockOf>
   return largest;
 }
 
-// Says where the segments of a block belong, each of so many elements, that come next from a rank:
-// the first after `first_after` others, which come alone, and then in turns with such as long as
-// there are any; `others` in all. Nothing may travel in another type than the block's.
+// Says where the segments of a block belong, each of so many elements, which come next from a rank,
+// in the block's type.
 inline void expect_segments(ReceiveChannel& channel, const Block& block, std::size_t elements,
-                            std::size_t element_bytes, std::size_t others = 0,
-                            std::size_t first_after = 0) {
+                            std::size_t element_bytes) {
+  const std::uint64_t first = channel.released() + 1;
   for (std::size_t index = 0; index < parts_in(block.count, elements); ++index) {
     const Block part = part_of(block, index, elements, element_bytes);
-    channel.expect(index + std::min(others, first_after + index),
-                   {part.data, part.count * element_bytes});
+    channel.expect(first + index, {part.data, part.count * element_bytes});
   }
 }
+
+// Which segments of a rank are results, where each comes so many steps after the sum, or
+// contribution, of its index: see Note [Segments ahead].
+class ResultNumbers {
+ public:
+  // Before the first segment has been released.
+  ResultNumbers(const ReceiveChannel& channel, std::size_t sums, std::size_t ahead)
+      : first_(channel.released() + 1), sums_(sums), ahead_(ahead) {}
+
+  [[nodiscard]] std::uint64_t of(std::size_t index) const noexcept {
+    return first_ + index + std::min(sums_, index + ahead_ + 1);
+  }
+
+ private:
+  std::uint64_t first_;
+  std::size_t sums_;
+  std::size_t ahead_;
+};
 
 // What has come, which must be `bytes` long.
 [[nodiscard]] inline const std::byte* received(ReceiveChannel& channel, std::size_t bytes) {

@@ -69,14 +69,14 @@ class RemoteReceiveChannel final : public ReceiveChannel {
   RemoteReceiveChannel(const ShmChannelMemory& memory, const FrameHeader& header, LinkPtr link,
                        Doorbell& own_doorbell, SegmentTargets* targets)
       : channel_(memory, header.receiver, own_doorbell),
-        memory_(memory),
         header_(header),
         link_(std::move(link)),
         targets_(targets) {}
 
-  void expect(std::size_t later, std::span<std::byte> target) override {
+  [[nodiscard]] std::uint64_t released() const noexcept override { return channel_.released(); }
+  void expect(std::uint64_t number, std::span<std::byte> target) override {
     if (targets_ != nullptr) {
-      targets_->expect(released() + 1 + later, target);
+      targets_->expect(number, target);
     }
   }
   [[nodiscard]] Condition until_received() override { return channel_.until_received(); }
@@ -96,12 +96,7 @@ class RemoteReceiveChannel final : public ReceiveChannel {
   }
 
  private:
-  [[nodiscard]] std::uint64_t released() const noexcept {
-    return memory_.released->load(std::memory_order_relaxed);
-  }
-
   ShmReceiveChannel channel_;
-  ShmChannelMemory memory_;
   FrameHeader header_;
   LinkPtr link_;
   SegmentTargets* targets_;

@@ -117,18 +117,19 @@ class FarReceiveChannel final : public ReceiveChannel {
   FarReceiveChannel(ExchangeRoad& road, int peer, Doorbell& bell)
       : road_(road), channel_(road.memory, peer, bell) {}
 
-  void expect(std::size_t later, std::span<std::byte> target) override {
-    road_.targets.expect(road_.released.load() + 1 + later, target);
+  [[nodiscard]] std::uint64_t released() const noexcept override { return channel_.released(); }
+  void expect(std::uint64_t number, std::span<std::byte> target) override {
+    road_.targets.expect(number, target);
   }
   [[nodiscard]] Condition until_received() override { return channel_.until_received(); }
   [[nodiscard]] std::span<const std::byte> slot() override {
-    const std::byte* const place = road_.targets.place_of(road_.released.load() + 1);
+    const std::byte* const place = road_.targets.place_of(released() + 1);
     const std::span<const std::byte> slot = channel_.slot();
     return place != nullptr ? std::span(place, slot.size()) : slot;
   }
   void release() override {
     channel_.release();
-    road_.targets.forget_until(road_.released.load());
+    road_.targets.forget_until(released());
   }
 
  private:

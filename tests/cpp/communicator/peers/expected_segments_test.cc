@@ -33,9 +33,9 @@ TEST(ExpectedSegmentsTest, ASegmentGoesToWhereItIsExpectedAndIsAsLong) {
   std::string first(5, '.');
   std::string third(6, '.');
   std::string fourth(5, '.');
-  channel.expect(0, std::as_writable_bytes(std::span(first)));
-  channel.expect(2, std::as_writable_bytes(std::span(third)));
-  channel.expect(3, std::as_writable_bytes(std::span(fourth)));
+  channel.expect(1, std::as_writable_bytes(std::span(first)));
+  channel.expect(3, std::as_writable_bytes(std::span(third)));
+  channel.expect(4, std::as_writable_bytes(std::span(fourth)));
   const std::vector<std::string> sent{"first", "2nd", "third", "forth"};
   for (std::uint64_t number = 1; number <= sent.size(); ++number) {
     ASSERT_TRUE(ground.send(collective_segment(ground, number), sent[number - 1]));
@@ -64,8 +64,8 @@ TEST(ExpectedSegmentsTest, NothingIsWrittenIntoABufferThatIsReleased) {
   ReceiveChannel& channel = ground.remote().from(kRemote);
   std::string buffer(100'000, '.');
   const auto half = std::as_writable_bytes(std::span(buffer)).first(50'000);
-  channel.expect(0, half);
-  channel.expect(1, std::as_writable_bytes(std::span(buffer)).last(50'000));
+  channel.expect(1, half);
+  channel.expect(2, std::as_writable_bytes(std::span(buffer)).last(50'000));
   FrameHeader begun = collective_segment(ground, 1);
   begun.bytes = 50'000;
   std::string text(reinterpret_cast<const char*>(&begun), sizeof begun);
