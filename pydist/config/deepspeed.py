@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,9 @@ from pydist.errors import InvalidUsage
 # the same weights.
 _WITHOUT_EFFECT = {
     "steps_per_print",
+    "log_level",
+    "vocabulary_size",
+    "disable_python_gc",
     "wall_clock_breakdown",
     "memory_breakdown",
     "dump_state",
@@ -49,6 +53,7 @@ _OF_STAGE_3 = (
     "zero_optimization.stage3_",
     "zero_optimization.sub_group_size",
     "zero_optimization.offload_param",
+    "zero_optimization.leaf_module",
     "zero_optimization.memory_efficient_linear",
     "zero_optimization.override_module_apply",
 )
@@ -57,13 +62,49 @@ _OF_STAGE_3 = (
 # a table of such values or with `enabled` false, changes nothing either.
 _DEFAULTS: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
     "seq_parallel_communication_data_type": "fp32",
     "sequence_parallel_size": 1,
     "tensor_parallel.autotp_size": 0,
+    "zero_optimization.compute_grad_norm": True,
     "zero_optimization.ignore_unused_parameters": True,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
 }
+
+# What DeepSpeed knows besides, and nobody has misspelt.
+_THEIRS = {
+    "scheduler",
+    "amp",
+    "autotuning",
+    "compression_training",
+    "curriculum_learning",
+    "data_efficiency",
+    "data_types.keep_in_fp32_modules",
+    "elasticity",
+    "pipeline",
+    "prescale_gradients",
+    "progressive_layer_drop",
+    "sparse_attention",
+    "sparse_gradients",
+    "tensor_parallel",
+    "bf16.check_grad_overflow",
+    "bfloat16.check_grad_overflow",
+    "zero_optimization.offload_optimizer",
+}
+_UNDERSTOOD = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "dataloader_drop_last",
+    "optimizer",
+    "fp16",
+    "bf16",
+    "zero_optimization",
+    "zero_optimization.stage",
+)
 
 
 class _Taken:
@@ -141,7 +182,7 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
         "batch_size": given.take("train_batch_size"),
         "micro_batch_size": given.take("train_micro_batch_size_per_gpu"),
         "accumulation_steps": given.take("gradient_accumulation_steps"),
-        "clip_grad_norm": given.take("gradient_clipping") or None,
+        "clip_grad_norm": _clipping(given),
         "drop_last": given.take("dataloader_drop_last"),
     }
     zero = given.table("zero_optimization")
@@ -183,14 +224,16 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     if stage:
         optimizer["stage"] = stage
     left = given.left() + zero.left("zero_optimization.")
-    left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.") + types.left("data_types.")
+    left += types.left("data_types.")
+    if any(switches):
+        left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.")
     changing = [
         name for name in left if name not in _WITHOUT_EFFECT and not name.startswith(_OF_STAGE_3)
     ]
     if changing:
         raise InvalidUsage(
-            f"{where}: pydist does not know {', '.join(changing)}, which would change the "
-            "training: take it out, or do it in the program"
+            f"{where}: pydist does not know {', '.join(map(_with_nearest, changing))}, which would "
+            "change the training: take it out, or do it in the program"
         )
     if left:
         warnings.warn(f"{where}: of no effect here: {', '.join(left)}", stacklevel=3)
@@ -198,6 +241,29 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
         "training": {name: value for name, value in training.items() if value is not None},
         "optimizer": optimizer,
     }
+
+
+def _clipping(given: _Taken) -> float | None:
+    """The largest norm of gradients; None where nothing is clipped."""
+    norm: float | None = given.take("gradient_clipping")
+    if norm is None:
+        warnings.warn(
+            f"{given.where}: gradient_clipping is not given, so nothing is clipped, as with older "
+            "versions of DeepSpeed; newer ones (0.19.5) clip at 1.0 then: write what you want, 0.0 "
+            "for no clipping",
+            stacklevel=4,
+        )
+    return norm or None
+
+
+def _with_nearest(name: str) -> str:
+    """A name that is not understood, and the one that was meant, where it looks misspelt."""
+    if name in _THEIRS or name in _DEFAULTS:
+        return name
+    near = difflib.get_close_matches(
+        name, [*_UNDERSTOOD, *_DEFAULTS, *_WITHOUT_EFFECT, *_THEIRS], 1, 0.8
+    )
+    return f"{name} (did you mean {near[0]}?)" if near else name
 
 
 def _optimizer(given: _Taken) -> dict[str, Any]:

@@ -9,6 +9,12 @@ import pytest
 
 from pydist import Config, InvalidUsage
 
+
+def read(given: dict[str, Any]) -> Config:
+    """Of a file that says, unless it is about that, that nothing is clipped."""
+    return Config.from_deepspeed({"gradient_clipping": 0.0, **given})
+
+
 TYPICAL = {
     "train_batch_size": 32,
     "train_micro_batch_size_per_gpu": 4,
@@ -52,6 +58,7 @@ SPELT_OUT = {
     "zero_optimization": {
         "stage": 1,
         "ignore_unused_parameters": True,
+        "compute_grad_norm": True,
         "load_from_fp32_weights": True,
         "elastic_checkpoint": False,
         "zero_hpz_partition_size": 1,
@@ -64,13 +71,15 @@ SPELT_OUT = {
     "gradient_clipping": 1.0,
     "prescale_gradients": False,
     "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "managed_gradient_accumulation": True,
     "sparse_gradients": False,
     "fp32_allreduce": False,
     "communication_data_type": None,
     "data_types": {"grad_accum_dtype": "bf16"},
     "tensor_parallel": {"autotp_size": 0},
     "sequence_parallel_size": 1,
-    "bf16": {"enabled": True},
+    "bf16": {"enabled": True, "check_grad_overflow": False},
     "amp": {"enabled": False, "opt_level": "O1"},
     "elasticity": {"enabled": False, "max_train_batch_size": 2000},
     "checkpoint": {"tag_validation": "Warn", "load_universal": False},
@@ -93,7 +102,7 @@ SPELT_OUT_HERE = {
 
 # Like one for the Trainer of Transformers, its "auto" of the engine's own work left in.
 OF_TRAINER = {
-    "bf16": {"enabled": False},
+    "bf16": {"enabled": False, "check_grad_overflow": True},
     "fp16": {"enabled": False, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
     "optimizer": {
         "type": "AdamW",
@@ -156,12 +165,12 @@ def test_files_as_people_have_them() -> None:
     ],
 )
 def test_optimizers_are_theirs(given: Any, name: str, params: Any) -> None:
-    optimizer = Config.from_deepspeed({"optimizer": given})["optimizer"]
+    optimizer = read({"optimizer": given})["optimizer"]
     assert (optimizer["name"], optimizer["params"]) == (name, params)
 
 
 def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimizer() -> None:
-    assert Config.from_deepspeed({"bf16": {"enabled": True}})["optimizer"]["stage"] == 1
+    assert read({"bf16": {"enabled": True}})["optimizer"]["stage"] == 1
 
 
 @pytest.mark.parametrize(
@@ -196,11 +205,21 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
         ),
         ({"bf16": {"enabled": "false"}}, "enabled is 'false'; it must be true or false"),
         ({"bf16": True}, "bf16 is True; it must be a table"),
+        ({"gradient_cliping": 1.0}, "gradient_cliping (did you mean gradient_clipping?), which"),
+        (
+            {"zero_optimization": {"stage": 1, "reduce_bucket_sise": 1}},
+            "zero_optimization.reduce_bucket_sise (did you mean zero_optimization.reduce_bucket_s",
+        ),
+        # Theirs skips a step whose gradients are not finite; false is what is done here.
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": True}},
+            "pydist does not know bf16.check_grad_overflow, which would change the training",
+        ),
     ],
 )
 def test_what_would_change_the_training_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidUsage, match=re.escape(message)):
-        Config.from_deepspeed(given)
+        read(given)
 
 
 def test_what_only_makes_it_faster_or_talkative_is_named_in_a_warning() -> None:
@@ -210,13 +229,22 @@ def test_what_only_makes_it_faster_or_talkative_is_named_in_a_warning() -> None:
         "bf16": {"enabled": True, "immediate_grad_update": True},
     }
     with pytest.warns(UserWarning, match=r"steps_per_print, zero_optimization.overlap_comm"):
-        config = Config.from_deepspeed(given)
+        config = read(given)
     assert config["optimizer"] == {"stage": 1}
+
+
+def test_newer_versions_clip_where_nothing_is_said() -> None:
+    with pytest.warns(UserWarning, match="gradient_clipping is not given, so nothing is clipped"):
+        assert Config.from_deepspeed({"train_batch_size": 8})["training"] == {"batch_size": 8}
+    with pytest.warns(UserWarning, match="gradient_clipping is not given"):
+        Config.from_deepspeed({"gradient_clipping": None})
 
 
 def test_a_file_of_deepspeeds_that_is_given_as_pydists(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    file.write_text('{"optimizer": {"type": "Adam"}, "train_batch_size": 8}')
+    file.write_text(
+        '{"optimizer": {"type": "Adam"}, "train_batch_size": 8, "gradient_clipping": 0.0}'
+    )
     with pytest.raises(InvalidUsage, match=r"ds\.json: .*Config\.from_deepspeed reads it"):
         Config.from_file(file)
     assert Config.from_deepspeed(file)["training"] == {"batch_size": 8}

@@ -95,6 +95,7 @@ def trains_in_16_bits() -> list[list[Tensor]]:
         {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_accumulation_steps": 2,
+            "gradient_clipping": 0.0,
             "bf16": {"enabled": True},
             "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
             "zero_optimization": {"stage": 1},
