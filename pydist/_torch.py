@@ -646,6 +646,11 @@ def run_state_dict_pre_hooks(optimizer: Optimizer) -> None:
         hook(optimizer)
 
 
+def has_state_dict_post_hooks(optimizer: Optimizer) -> bool:
+    """Whether `run_state_dict_post_hooks` has anything to run."""
+    return bool(optimizer._optimizer_state_dict_post_hooks)
+
+
 def run_state_dict_post_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Runs what was registered to run behind `state_dict()`, and may replace what that returns."""
     return _replaced(optimizer._optimizer_state_dict_post_hooks, optimizer, state_dict)

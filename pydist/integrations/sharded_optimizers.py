@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
 import pydist
-from pydist._torch import run_state_dict_post_hooks, run_state_dict_pre_hooks
+from pydist._torch import (
+    has_state_dict_post_hooks,
+    run_state_dict_post_hooks,
+    run_state_dict_pre_hooks,
+)
 from pydist.errors import InvalidUsage
 from pydist.sharding.made_anew import sharded_like
 from pydist.sharding.state.ranges import (
@@ -91,16 +95,16 @@ def _follow(scheduler: Any, instead: dict[int, Any]) -> None:
 def whole_state(optimizer: Any) -> dict[str, Any] | None:
     """What torch's class would have for whole parameters. All ranks call it.
 
-    One parameter after the other, so that at no time more than one of them is on its way. Hooks
-    that run before `state_dict()` run on all ranks; those that run behind it get the whole state,
-    on rank 0.
+    One parameter after the other, so that at no time more than one of them is on its way. Hooks of
+    the optimizer run on all ranks, as with optimizers that are not sharded. Those that run behind
+    `state_dict()` get the whole state, so all ranks gather it where any rank has such a hook.
 
     Args:
         optimizer: Of any class, without a framework's wrapper around it.
 
     Returns:
-        Of a `pydist.ShardedOptimizer`, the state on the CPU on rank 0, and an empty dictionary
-        elsewhere. None of another class, whose `state_dict` is whole.
+        Of a `pydist.ShardedOptimizer`, the state on the CPU on rank 0, and where all ranks gather
+        it; an empty dictionary elsewhere. None of another class, whose `state_dict` is whole.
 
     Raises:
         InvalidUsage: Ranks have parameters of their own.
@@ -117,14 +121,20 @@ def whole_state(optimizer: Any) -> dict[str, Any] | None:
             f"parameter {own[0]} is each rank's own, which one state for all ranks can't hold: "
             "save with pydist.save, or don't shard the optimizer."
         )
+    ranks = dist.get_world_size()
+    hooked: list[Any] = [None] * ranks
+    dist.all_gather_object(hooked, has_state_dict_post_hooks(optimizer))
+    is_reader = dist.get_rank() == 0 or any(hooked)
     parameters: dict[str, ParameterState] = {}
-    is_writer = dist.get_rank() == 0
     for name, part in local.parameters.items():
-        parts: list[Any] | None = [None] * dist.get_world_size() if is_writer else None
-        dist.gather_object(_copied(part), parts)
+        parts: list[Any] | None = [None] * ranks if is_reader else None
+        if any(hooked):
+            dist.all_gather_object(parts, _copied(part))
+        else:
+            dist.gather_object(_copied(part), parts)
         if parts is not None:
             parameters[name] = _whole(name, parts)
-    if not is_writer:
+    if not is_reader:
         return {}
     whole = to_unsharded(ShardedState(parameters, local.groups))
     return run_state_dict_post_hooks(optimizer, whole)

@@ -5,8 +5,9 @@ from pydist.integrations.transformers import Trainer
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 from unittest import mock
 
@@ -160,17 +161,28 @@ class Trainer(transformers.Trainer):
         )
         return made[0]
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Transformers' own, with the whole state of a sharded optimizer."""
+    @contextlib.contextmanager
+    def _saving_whole_state(self) -> Iterator[None]:
+        """Has the whole state of a sharded optimizer saved inside. Every process enters it."""
         optimizer = self.optimizer
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
         whole = whole_state(optimizer)
         if whole is None:
-            super()._save_optimizer_and_scheduler(output_dir)
+            yield
             return
         with mock.patch.object(self.optimizer, "state_dict", return_value=whole):
+            yield
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Transformers' own, with the whole state of a sharded optimizer."""
+        with self._saving_whole_state():
             super()._save_optimizer_and_scheduler(output_dir)
+
+    def _tune_save_checkpoint(self, checkpoint_dir: str) -> None:
+        """Transformers' own under Ray Tune, with the whole state of a sharded optimizer."""
+        with self._saving_whole_state():
+            super()._tune_save_checkpoint(checkpoint_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Transformers' own; the whole state of a sharded optimizer stays in the host's memory.

@@ -35,6 +35,13 @@ from pydist.sampling.worker_seeds import Marking, Sent, seed_of
 
 T = TypeVar("T")
 
+# Whose order is known: of torch's own, and not of classes that inherit from them.
+_TORCHS_SAMPLERS = (
+    torch_data.SequentialSampler,
+    torch_data.RandomSampler,
+    torch_data.DistributedSampler,
+)
+
 
 def _has_own_sampler(given: Mapping[str, Any]) -> bool:
     """Whether the loader that `prepare` is given has a sampler of pydist's, which has its seed."""
@@ -113,11 +120,9 @@ def prepare(
     if isinstance(loader.dataset, IterableDataset):
         _warn_of_iterable(loader.dataset, placement()[1] if num_replicas is None else num_replicas)
         return cast("PreparedLoader[T]", loader)
-    if not loader.in_order:
-        raise InvalidUsage(
-            "a loader with in_order=False delivers batches in any order, so nobody could say which "
-            "ones were trained on: leave in_order=True."
-        )
+    reason = left_to_program(loader)
+    if reason is not None:
+        raise InvalidUsage(reason)
     given = [
         name
         for name, value in (
@@ -132,13 +137,6 @@ def prepare(
     if isinstance(batched, BatchSampler):
         _require_none(given + ["split_batches"] * split_batches)
         return prepared_with(loader, batched)
-    if batched is not None and type(batched) is not torch_data.BatchSampler:
-        raise InvalidUsage(
-            f"the loader has a batch sampler of its own, {a_type(batched)}, and how its "
-            "batches should be shared among ranks only you can know: make an order of it "
-            "(pydist.Order), and give the loader batch_sampler=pydist.BatchSampler("
-            "pydist.DistributedSampler(dataset, order=...), batch_size)."
-        )
     single = loader.sampler if batched is None else batched.sampler
     if isinstance(single, BatchSampler):
         _require_none(given + ["split_batches"] * split_batches)
@@ -146,12 +144,17 @@ def prepare(
     if isinstance(single, DistributedSampler):
         _require_none(given)
         sampler = single
+    elif isinstance(single, torch_data.DistributedSampler):
+        raise InvalidUsage(
+            "the loader has torch's DistributedSampler, and the script may call its set_epoch: "
+            "make it a pydist.DistributedSampler, which takes the same arguments."
+        )
     else:
         sampler = DistributedSampler(
             loader.dataset,
             num_replicas,
             rank,
-            _shuffles(single, loader.dataset),
+            isinstance(single, torch_data.RandomSampler),
             0 if seed is None else seed,
             pad=pad,
         )
@@ -191,40 +194,52 @@ def _warn_of_iterable(dataset: object, ranks: int) -> None:
         )
 
 
-def _shuffles(sampler: object, dataset: object) -> bool:
-    """Whether a sampler that torch's loader has made of its data set shuffles.
+def left_to_program(loader: DataLoader[Any]) -> str | None:
+    """Why a loader's samples can't be shared without its program, and what to do; else None.
 
-    Raises:
-        InvalidUsage: it is another one, whose order means something.
+    Args:
+        loader: with any sampler. For an iterable data set torch makes one that is left, too.
     """
-    kind = type(sampler)
-    if isinstance(sampler, torch_data.SequentialSampler | torch_data.RandomSampler):
-        samples, all_samples = sample_count(sampler.data_source), sample_count(dataset)
+    if not loader.in_order:
+        return (
+            "a loader with in_order=False delivers batches in any order, so nobody could say which "
+            "ones were trained on: leave in_order=True."
+        )
+    batched = loader.batch_sampler
+    if isinstance(batched, BatchSampler):
+        return None
+    if batched is not None and type(batched) is not torch_data.BatchSampler:
+        return (
+            f"the loader has a batch sampler of its own, {a_type(batched)}, and how its "
+            "batches should be shared among ranks only you can know: make an order of it "
+            "(pydist.Order), and give the loader batch_sampler=pydist.BatchSampler("
+            "pydist.DistributedSampler(dataset, order=...), batch_size)."
+        )
+    single = loader.sampler if batched is None else batched.sampler
+    kind = type(single)
+    if isinstance(single, BatchSampler | DistributedSampler):
+        return None
+    if isinstance(single, torch_data.SequentialSampler | torch_data.RandomSampler):
+        samples, all_samples = sample_count(single.data_source), sample_count(loader.dataset)
         if samples != all_samples:
-            raise InvalidUsage(
+            return (
                 f"the loader's {kind.__name__} goes through {samples} samples, and its data set "
                 f"has {all_samples}: give the loader a data set of those that you want "
                 "(torch.utils.data.Subset), or make an order of it (pydist.Order), and give the "
                 "loader sampler=pydist.DistributedSampler(dataset, order=...)."
             )
-    if kind is torch_data.SequentialSampler:
-        return False
-    if kind is torch_data.RandomSampler:
-        assert isinstance(sampler, torch_data.RandomSampler)
-        if not sampler.replacement and sampler.num_samples == len(sampler.data_source):
-            return True
-        raise InvalidUsage(
+    if kind is torch_data.RandomSampler and (
+        single.replacement or single.num_samples != len(single.data_source)
+    ):
+        return (
             "the loader's RandomSampler draws with replacement, or another number of samples than "
             "there are. Make an order of that (pydist.Order), and give the loader "
             "sampler=pydist.DistributedSampler(dataset, order=...)."
         )
-    if kind is torch_data.DistributedSampler:
-        raise InvalidUsage(
-            "the loader has torch's DistributedSampler, and the script may call its set_epoch: "
-            "make it a pydist.DistributedSampler, which takes the same arguments."
-        )
-    raise InvalidUsage(
-        f"the loader has a sampler of its own, {a_type(sampler)}, and which of its samples each "
+    if kind in _TORCHS_SAMPLERS:
+        return None
+    return (
+        f"the loader has a sampler of its own, {a_type(single)}, and which of its samples each "
         "rank should get only you can know: make an order of it (pydist.Order), and give the "
         "loader sampler=pydist.DistributedSampler(dataset, order=...)."
     )

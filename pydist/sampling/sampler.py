@@ -140,6 +140,9 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self._start = 0
         # Whether the epoch is that of a state, and nobody has said one since.
         self.is_loaded = False
+        # How to begin with the epoch after that, where the state was made at the end of one. For a
+        # warning: an integration sets it where somebody else than the script sets epochs.
+        self.begins_next_epoch = "calls set_epoch() with its epoch before"
         self._start_batch = 0
         # What the state depends on: that of the iterator which was begun last, or, of a prepared
         # loader, has delivered last; unless set_epoch has gone elsewhere.
@@ -305,8 +308,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 f"the state of the sampler was made with the last batch of epoch {self._epoch}, so "
                 "what is left of it has no batches, and the next iteration is of the epoch after: "
                 "that is right for a loop that goes on in this epoch. One that begins with the "
-                "next, or that takes a number of batches (islice, zip, next), calls set_epoch() "
-                "with its epoch before.",
+                "next, or that takes a number of batches (islice, zip, next), "
+                f"{self.begins_next_epoch}.",
                 stacklevel=3,
             )
         self.is_loaded = False

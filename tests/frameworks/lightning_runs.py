@@ -35,6 +35,21 @@ def trainer_of(package: str, strategy: str, devices: Any, **settings: Any) -> An
     )
 
 
+def fabric_of(package: str, strategy: str, devices: int = 2) -> Any:
+    """A Fabric on the CPU that has launched.
+
+    Args:
+        package: `lightning` or `lightning_fabric`.
+        strategy: `ddp`, or one of pydist's.
+        devices: The number of ranks.
+    """
+    importlib.import_module("pydist.integrations.lightning")
+    tree = importlib.import_module("lightning.fabric" if package == "lightning" else package)
+    fabric = tree.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    return fabric
+
+
 def two_processors() -> Any:
     """An accelerator that finds two devices: Lightning's own for the CPU always finds one."""
 

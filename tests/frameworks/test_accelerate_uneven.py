@@ -8,7 +8,7 @@ import pytest
 import torch
 from launch import Ranks, rank_outcomes, run_ranks
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 if importlib.util.find_spec("accelerate") is None:
     pytest.skip(
@@ -150,6 +150,19 @@ def streamed() -> list[int]:
 
 def test_accelerate_shares_out_an_iterable_data_set(two: Ranks) -> None:
     shares = two.run(streamed, timeout=LIMIT_S)
+    assert sorted(shares[0] + shares[1]) == list(range(8))
+
+
+@runs.leaving()
+def of_other_samples() -> list[int]:
+    accelerator = runs.accelerator_of("ours")
+    sampler = SequentialSampler(range(8))
+    loader = accelerator.prepare(DataLoader(range(12), batch_size=2, sampler=sampler))
+    return [number for batch in loader for number in batch.tolist()]
+
+
+def test_accelerate_shares_out_what_a_sampler_chooses(two: Ranks) -> None:
+    shares = two.run(of_other_samples, timeout=LIMIT_S)
     assert sorted(shares[0] + shares[1]) == list(range(8))
 
 

@@ -28,18 +28,10 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def fabric_of(package: str, strategy: str, devices: int = 2) -> Any:
-    importlib.import_module("pydist.integrations.lightning")
-    tree = importlib.import_module("lightning.fabric" if package == "lightning" else package)
-    fabric = tree.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
-    fabric.launch()
-    return fabric
-
-
 @toy.leaving()
 def trained(package: str, strategy: str, path: str) -> Any:
     """Eight backwards, of which every second averages, with a save and a load in between."""
-    fabric = fabric_of(package, strategy)
+    fabric = runs.fabric_of(package, strategy)
     network = toy.network()
     model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=0.05))
     points = toy.Points(32)
@@ -79,7 +71,7 @@ def test_the_same_losses_and_checkpoint_as_ddp(
 @toy.leaving()
 def went_on(strategy: str, ranks: int, path: str, resumes: bool) -> Any:
     """Three epochs of three steps, with a checkpoint after the fifth; or what follows it."""
-    fabric = fabric_of("lightning", strategy, ranks)
+    fabric = runs.fabric_of("lightning", strategy, ranks)
     network = toy.network()
     model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=0.05))
     loader = fabric.setup_dataloaders(DataLoader(toy.Points(36), 12 // ranks, shuffle=True))
@@ -142,7 +134,7 @@ def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_ranks(
 @toy.leaving()
 def scheduled(strategy: str, together: bool) -> Any:
     """Clips and schedules; model and optimizer are set up together or one after the other."""
-    fabric = fabric_of("lightning", strategy)
+    fabric = runs.fabric_of("lightning", strategy)
     network = toy.network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
@@ -179,7 +171,7 @@ def test_sharded_optimizers_are_clipped_and_scheduled(two: Ranks, together: bool
 
 @toy.leaving()
 def optimizer_first() -> None:
-    fabric = fabric_of("lightning", "pydist_sharded")
+    fabric = runs.fabric_of("lightning", "pydist_sharded")
     fabric.setup_optimizers(torch.optim.SGD(toy.network().parameters(), lr=0.1))
 
 
@@ -191,7 +183,7 @@ def test_a_sharded_optimizer_comes_after_its_model(two: Ranks) -> None:
 
 @toy.leaving()
 def reduced() -> dict[str, Any]:
-    fabric = fabric_of("lightning", "pydist")
+    fabric = runs.fabric_of("lightning", "pydist")
     rank = fabric.global_rank
     block = torch.tensor([1.0 + rank], requires_grad=True)
     gathered = fabric.all_gather(block, sync_grads=True)

@@ -1,6 +1,5 @@
 """The loaders that Lightning's Trainer and Fabric get on pydist, beside those of its own DDP."""
 
-import importlib
 import importlib.util
 import warnings
 from collections.abc import Iterator
@@ -29,14 +28,6 @@ def two() -> Iterator[Ranks]:
         yield ranks
 
 
-def fabric_of(strategy: str) -> Any:
-    importlib.import_module("pydist.integrations.lightning")
-    tree = importlib.import_module("lightning.fabric")
-    fabric = tree.Fabric(accelerator="cpu", devices=2, strategy=strategy)
-    fabric.launch()
-    return fabric
-
-
 def batches_of(batches: Any) -> list[Any]:
     return [runs.plain(batch) for batch in batches]
 
@@ -53,7 +44,7 @@ def loader_of(rank: int, length: int, *, own_sampler: bool, **settings: Any) -> 
 
 @toy.leaving()
 def fabric_batches(strategy: str, length: int, settings: dict[str, Any]) -> list[Any]:
-    fabric = fabric_of(strategy)
+    fabric = runs.fabric_of("lightning", strategy)
     given = loader_of(fabric.global_rank, length, **settings)
     loader = fabric.setup_dataloaders(given)
     return [batches_of(loader) for _ in range(2)]
@@ -109,7 +100,7 @@ def epochs_after_resuming(path: str, kind: str, saves_at: int) -> Any:
     Returns:
         All batches, those after resuming, those after resuming what was resumed, and the warnings.
     """
-    fabric = fabric_of("pydist")
+    fabric = runs.fabric_of("lightning", "pydist")
 
     def one_run(begin: int, saves: int | None) -> list[Any]:
         loaders = []
@@ -161,3 +152,35 @@ def test_several_loaders_go_on_in_fabric_again_and_again(
         assert len(whole[-1]) == 2
         at_an_end = [text for text in warned if "the last batch of epoch 0" in text]
         assert len(at_an_end) == (1 if saves_at == 3 else 0)
+
+
+@toy.leaving()
+def began_with_the_next_epoch(path: str) -> Any:
+    """Two epochs; and the second anew, from a state of the first one's last batch."""
+    fabric = runs.fabric_of("lightning", "pydist")
+
+    def prepared() -> Any:
+        return fabric.setup_dataloaders(DataLoader(range(24), batch_size=4, shuffle=True))
+
+    loader = prepared()
+    for number, _ in enumerate(loader):
+        if number == 2:
+            fabric.save(path, {"loader": loader})
+    second = batches_of(loader)
+    loader = prepared()
+    fabric.load(path, {"loader": loader})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in loader:  # as the warning advises
+            raise AssertionError("the epoch has a batch left")
+    return second, batches_of(loader), [str(warning.message) for warning in caught]
+
+
+def test_fabric_is_told_how_to_begin_with_the_next_epoch(two: Ranks, tmp_path: Path) -> None:
+    path = str(tmp_path / "end.ckpt")
+    for second, again, warned in two.run(began_with_the_next_epoch, path, timeout=LIMIT_S):
+        assert len(second) == 3
+        assert again == second
+        (said,) = (text for text in warned if "the last batch of epoch 0" in text)
+        assert "for _ in loader: pass" in said
+        assert "calls set_epoch()" not in said

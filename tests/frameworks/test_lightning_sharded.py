@@ -9,6 +9,7 @@ from typing import Any
 import lightning_runs as runs
 import pytest
 import torch
+import torch.distributed as dist
 import toy_training as toy
 from launch import Ranks, run_ranks
 from torch import nn
@@ -170,6 +171,43 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_strategies(
     assert means(rest) == pytest.approx(means(whole)[5:], rel=1e-5)
     for _, weights in rest:
         torch.testing.assert_close(weights, whole[0][1], rtol=1e-5, atol=1e-6)
+
+
+def counting(state: dict[str, Any]) -> None:
+    """A hook's work, with all ranks: how many parameters there is a state of, on all of them."""
+    count = torch.tensor(len(state["state"]))
+    dist.all_reduce(count)
+    state["count"] = int(count)
+
+
+@toy.leaving()
+def saved_with_collectives(strategy: str, path: str) -> list[Any]:
+    """What hooks have added to a checkpoint that call collectives while it is made."""
+    trainer = runs.trainer_of("lightning", strategy, 2, max_epochs=1)
+
+    def configure(model: Any) -> Any:
+        optimizer = one_group(model)
+        optimizer.register_state_dict_post_hook(lambda _, state: counting(state))
+        return optimizer
+
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        counting({"state": checkpoint["optimizer_states"][0]["state"]})
+        checkpoint["ranks"] = int(self.all_gather(torch.tensor(1)).sum())
+
+    model = with_optimizers("lightning", configure, length=24, batch_size=3)
+    model.__class__ = type("Hooked", (type(model),), {"on_save_checkpoint": on_save_checkpoint})
+    trainer.fit(model)
+    trainer.save_checkpoint(path)
+    saved = torch.load(path, weights_only=False)
+    return [saved["optimizer_states"][0]["count"], saved["ranks"]]
+
+
+@pytest.mark.parametrize("strategy", ["pydist_sharded", "ddp"])
+def test_hooks_may_call_collectives_while_a_checkpoint_is_made(
+    two: Ranks, tmp_path: Path, strategy: str
+) -> None:
+    path = str(tmp_path / "hooked.ckpt")
+    assert two.run(saved_with_collectives, strategy, path, timeout=LIMIT_S) == [[8, 2]] * 2
 
 
 @toy.leaving()

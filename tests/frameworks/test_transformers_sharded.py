@@ -2,9 +2,11 @@
 
 import importlib.util
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers_runs as runs
 from accelerate_runs import leaving
+from transformers.trainer_utils import HPSearchBackend
 
 LIMIT_S = 80.0
 pytestmark = pytest.mark.timeout(240)
@@ -139,6 +142,43 @@ def test_hooks_on_saving_get_the_whole_state(two: Ranks, tmp_path: Path, ranks: 
     ours, theirs = (saved_at(folder, 8)["optimizer"] for folder in folders.values())
     assert ours.keys() == theirs.keys()
     assert ours["count"] == theirs["count"] == len(ours["state"])
+
+
+@leaving()
+def searched(whose: str, folder: str) -> None:
+    """Two trials, as a search with Ray Tune makes them; keeps what this rank reports at the end."""
+    settings = {
+        "per_device_train_batch_size": 4,
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "model_init": runs.language_model,
+    }
+    trainer = runs.trainer_of(whose, None, folder, runs.Records(), **settings)
+    trainer.hp_search_backend = HPSearchBackend.RAY
+    trainer.hp_name, trainer.compute_objective = None, lambda metrics: metrics["eval_loss"]
+
+    def report(metrics: Any, checkpoint: Any) -> None:
+        found = Path(checkpoint.path, "checkpoint-8")
+        if (found / "optimizer.pt").exists():
+            shutil.copytree(found, Path(folder, "checkpoint-8"), dirs_exist_ok=True)
+
+    with mock.patch("ray.tune.report", report), mock.patch("ray.tune.get_context") as context:
+        for number, rate in enumerate((0.05, 0.01)):
+            context().get_trial_id.return_value = str(number)
+            trainer.train(trial={"learning_rate": rate})
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None,
+    reason="ray is not installed: make test-frameworks installs it",
+)
+@pytest.mark.parametrize("whose", ["stage 1", "stage 2"])
+def test_ray_tune_gets_the_whole_state(two: Ranks, tmp_path: Path, whose: str) -> None:
+    for each in (whose, "stock"):
+        two.run(searched, each, str(tmp_path / each), timeout=LIMIT_S)
+    ours, theirs = (saved_at(tmp_path / each, 8) for each in (whose, "stock"))
+    assert theirs["optimizer"]["state"]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 # 32 lines in batches of 8 of all processes; the checkpoint is from the middle of the second epoch.

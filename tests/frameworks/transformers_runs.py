@@ -65,16 +65,18 @@ class Records(TrainerCallback):  # type: ignore[misc]
 
 
 # Arguments of the Trainer, among settings; the others are those of TrainingArguments.
-TRAINERS_OWN = ("optimizers", "sharded", "master_weights")
+TRAINERS_OWN = ("optimizers", "sharded", "master_weights", "model_init")
 
 
-def trainer_of(whose: str, model: nn.Module, folder: str, records: Records, **settings: Any) -> Any:
+def trainer_of(
+    whose: str, model: nn.Module | None, folder: str, records: Records, **settings: Any
+) -> Any:
     """A quiet Trainer on the CPU.
 
     Args:
         whose: `ours`, `stage 1` or `stage 2`, `stock`, or `stock on pydist`, which joins a group of
             pydist's.
-        model: To train.
+        model: To train; None with `model_init`.
         folder: For what is saved.
         records: Takes down the losses.
         **settings: Of the Trainer, where it has such arguments, and of TrainingArguments.

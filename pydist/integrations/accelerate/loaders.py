@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 import pydist
 from pydist.integrations.torch_order import share_in_torchs_order
+from pydist.sampling.loader import left_to_program
 
 
 class ResumableLoader(DataLoaderShard):
@@ -103,19 +104,7 @@ def can_resume(loader: DataLoader[Any]) -> bool:
 
     These are iterable data sets, and samplers and batch samplers of a script's own.
     """
-    if isinstance(loader, pydist.PreparedLoader):
-        return isinstance(loader.batch_sampler, pydist.BatchSampler)
-    sampler, batched = loader.sampler, loader.batch_sampler
-    if isinstance(loader.dataset, torch_data.IterableDataset) or not loader.in_order:
-        return False
-    if isinstance(batched, pydist.BatchSampler):
-        return True
-    if type(batched) is not torch_data.BatchSampler:
-        return False
-    if type(sampler) is torch_data.RandomSampler:
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    shared = (torch_data.SequentialSampler, torch_data.DistributedSampler)
-    return type(sampler) in shared or isinstance(sampler, pydist.DistributedSampler)
+    return loader.batch_sampler is not None and left_to_program(loader) is None
 
 
 def resumable(

@@ -77,4 +77,8 @@ def counted_by_fabric(loader: Any) -> Any:
     if isinstance(loader, pydist.PreparedLoader):
         sampler = loader.distributed_sampler
         sampler.set_epoch = _EpochsOfFabric(sampler)  # type: ignore[method-assign]
+        sampler.begins_next_epoch = (
+            "goes over the loader once before (`for _ in loader: pass`), which ends this epoch: "
+            "Fabric sets epochs by itself, and overrules set_epoch()"
+        )
     return loader

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
+from pydist.job.arguments import a_type
 from pydist.sharding.buckets import shaped
 from pydist.sharding.parameter_groups import options_of
 from pydist.sharding.state.ranges import (
@@ -100,12 +101,25 @@ def require_form(state_dict: Mapping[str, Any]) -> None:
 
 
 def is_sharded(state_dict: Mapping[str, Any]) -> bool:
-    """Whether it is of `to_state_dict`, rather than of a class of torch's."""
-    return "parameters" in state_dict
+    """Whether it is of `to_state_dict`, rather than of a class of torch's.
+
+    The mark decides, which is a `torch.Size` once it was pickled: hooks may add any other key.
+    """
+    return isinstance(state_dict.get("part"), RanksPart | torch.Size)
 
 
 def from_state_dict(state_dict: dict[str, Any]) -> ShardedState:
-    """The state that `to_state_dict` was given."""
+    """The state that `to_state_dict` was given.
+
+    Raises:
+        InvalidUsage: What it says of the parameters was written over.
+    """
+    if not isinstance(state_dict.get("parameters"), list | tuple):
+        raise InvalidUsage(
+            "the state of a pydist.ShardedOptimizer has a list of its parameters' names and shapes "
+            f"under 'parameters', and this one has {a_type(state_dict.get('parameters'))} there: a "
+            "state-dict hook must have written over it, and has to take another key"
+        )
     parameters = {
         name: ParameterState(
             tuple(shape),

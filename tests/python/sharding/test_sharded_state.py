@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from launch import run_ranks
 from training import Runner, batch, joined
-from twins import TIME_LIMIT, ManyKinds, Twins, assert_same, is_exact, small_model
+from twins import LIMIT_S, TIME_LIMIT, ManyKinds, Twins, assert_same, is_exact, small_model
 
 import pydist
 
@@ -150,6 +151,31 @@ def load_of_another_class() -> None:
 
 def test_state_of_another_class(run_native: Runner) -> None:
     run_native(load_of_another_class)
+
+
+def load_what_hooks_have_changed() -> None:
+    """Hooks may add any key but those of a rank's part, in which case they are blamed."""
+    _, ranks = joined()
+    twins = Twins(small_model(), torch.optim.Adam)
+    twins.step(0)
+    whole = {**twins.theirs.state_dict(), "parameters": 7}
+    twins.ours.load_state_dict(whole)
+    twins.ours.register_state_dict_post_hook(lambda _, state: {**state, "parameters": 7})
+    if ranks == 1:
+        twins.ours.load_state_dict(twins.ours.state_dict())
+    else:
+        with pytest.raises(pydist.InvalidUsage, match="an int there: a state-dict hook"):
+            twins.ours.load_state_dict(twins.ours.state_dict())
+    twins.step(1)
+    twins.check("of hooks")
+
+
+def test_a_hook_may_add_to_a_state(run_native: Runner) -> None:
+    run_native(load_what_hooks_have_changed)
+
+
+def test_a_hook_may_add_to_the_state_of_one_rank() -> None:
+    run_ranks(load_what_hooks_have_changed, 1, timeout=LIMIT_S)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
