@@ -137,6 +137,7 @@ def prepare(
     if isinstance(batched, BatchSampler):
         _require_none(given + ["split_batches"] * split_batches)
         return prepared_with(loader, batched)
+    assert batched is None or isinstance(batched, torch_data.BatchSampler)
     single = loader.sampler if batched is None else batched.sampler
     if isinstance(single, BatchSampler):
         _require_none(given + ["split_batches"] * split_batches)
@@ -228,7 +229,7 @@ def left_to_program(loader: DataLoader[Any]) -> str | None:
                 "(torch.utils.data.Subset), or make an order of it (pydist.Order), and give the "
                 "loader sampler=pydist.DistributedSampler(dataset, order=...)."
             )
-    if kind is torch_data.RandomSampler and (
+    if isinstance(single, torch_data.RandomSampler) and (
         single.replacement or single.num_samples != len(single.data_source)
     ):
         return (
