@@ -71,6 +71,7 @@ class Config:
         optimizer: Mapping[str, Any] | None = None,
         loader: Mapping[str, Any] | None = None,
         training: Mapping[str, Any] | None = None,
+        **unknown: Any,
     ) -> None:
         given = {
             ENGINE: engine,
@@ -78,6 +79,7 @@ class Config:
             "optimizer": optimizer,
             "loader": loader,
             "training": training,
+            **unknown,  # refused, with the nearest name
         }
         # Where each value is from, by section and name: "argument", or a file's path.
         self.sources: dict[tuple[str, str], str] = {}
@@ -136,6 +138,13 @@ class Config:
                 both._tables.setdefault(section, {}).update(table)
             both.sources.update(each.sources)
         return both
+
+    def engine_alone(self) -> Config:
+        """What it says of the engine, and nothing else."""
+        engine = Config()
+        engine._tables[ENGINE] = self[ENGINE]
+        engine.sources = {key: source for key, source in self.sources.items() if key[0] == ENGINE}
+        return engine
 
     def __getitem__(self, section: str) -> dict[str, Any]:
         """What is given in a section, without defaults."""

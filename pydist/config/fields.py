@@ -56,10 +56,14 @@ class Field:
         return f"{self.section}.{self.name}"
 
     def require(self, value: object, source: str) -> None:
-        """Raises InvalidUsage where a value is of another type."""
+        """Raises InvalidUsage where a value is of another type, or a number makes no sense."""
         if not matches(value, self.hint):
             raise InvalidUsage(
                 f"{source}: {self.key} is {value!r}; it must be {in_words(self.hint)}"
+            )
+        if self.section == "training" and type(value) in (int, float) and not value > 0:  # type: ignore[operator]
+            raise InvalidUsage(
+                f"{source}: {self.key} is {value!r}; it must be more than 0, or left out"
             )
 
 

@@ -160,6 +160,22 @@ def entering(config: Config | None) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def taken_back_by_errors() -> Iterator[None]:
+    """Takes back what is put in force inside, where an error comes out.
+
+    But for the engine's part: a job that has been entered runs with that.
+    """
+    before = _given
+    try:
+        yield
+    except BaseException:
+        if _given is not None and _given is not before:
+            engine = _given.engine_alone()
+            use(engine if before is None else before.merged(engine))
+        raise
+
+
 def change(config: Config | None, timeout_s: float, backend: str) -> None:
     """Puts more of a configuration in force while a job runs, for the calls that follow.
 

@@ -26,7 +26,7 @@ def batch_sizes(
     """Completes the sizes by batch_size = micro_batch_size * accumulation_steps * ranks.
 
     Args:
-        batch_size: Samples of all ranks for a step.
+        batch_size: Samples of all ranks for a step; at least 1, as the others.
         micro_batch_size: Samples of a rank for a backward.
         steps: Backwards of a rank for a step.
         ranks: How many.
@@ -34,13 +34,6 @@ def batch_sizes(
     Raises:
         InvalidUsage: They contradict each other, or leave a remainder.
     """
-    for name, value in (
-        ("batch_size", batch_size),
-        ("micro_batch_size", micro_batch_size),
-        ("accumulation_steps", steps),
-    ):
-        if value is not None and value < 1:
-            raise InvalidUsage(f"training.{name} is {value}; it must be 1 or more")
     if batch_size is None:
         return BatchSizes(micro_batch_size, 1 if steps is None else steps)
     if micro_batch_size is None:

@@ -24,6 +24,7 @@ from pydist.training.batch_sizes import batch_sizes
 from pydist.training.engine import Engine
 
 
+@in_force.taken_back_by_errors()
 def initialize(
     model: nn.Module,
     optimizer: Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
@@ -76,10 +77,6 @@ def initialize(
     stage = choice.get("stage", fields_of("optimizer")["stage"].default)
     dtype = training.get("dtype")
     clip_grad_norm = training.get("clip_grad_norm")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise InvalidUsage(
-            f"training.clip_grad_norm is {clip_grad_norm}; it must be more than 0, or left out"
-        )
     if data is not None and settings["loader"].get("split_batches"):
         raise InvalidUsage(
             "loader.split_batches=True would divide training.micro_batch_size among the ranks once "

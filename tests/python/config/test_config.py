@@ -70,6 +70,8 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"model": {"process_group": None}}, "there is no model.process_group"),
         ({"optimizer": {"stage": True}}, "optimizer.stage is True; it must be 0, 1 or 2"),
         ({"training": {"batch_size": 2.5}}, "2.5; it must be a whole number or None"),
+        ({"training": {"accumulation_steps": 0}}, "is 0; it must be more than 0, or left out"),
+        ({"training": {"clip_grad_norm": -1}}, "is -1; it must be more than 0, or left out"),
         ({"engine": {"timeout": -1}}, "PYDIST_TIMEOUT='-1' is not valid"),
         ({"engine": {"timeout": 1e-7}}, "seconds, 0.001 or more"),
         ({"engine": {"timeout": True}}, "engine.timeout is True; it must be a number or text"),
@@ -88,6 +90,8 @@ def test_what_is_not_known_or_not_valid_is_refused(
 ) -> None:
     with pytest.raises(InvalidUsage, match=re.escape(message)):
         Config.from_dict(tables)
+    with pytest.raises(InvalidUsage, match=re.escape(message)):
+        Config(**tables)
     path = tmp_path / "a.json"
     path.write_text(json.dumps(tables))
     with pytest.raises(InvalidUsage, match=re.escape(message)) as caught:

@@ -347,9 +347,20 @@ def test_sizes_complete_each_other() -> None:
     assert batch_sizes(32, 4, 2, 4) == BatchSizes(4, 2)
     assert batch_sizes(None, 4, None, 4) == BatchSizes(4, 1)
     assert batch_sizes(None, None, 3, 4) == BatchSizes(None, 3)
-    for wrong in ((32, 4, 3, 4), (30, None, None, 4), (3, 4, None, 4), (0, None, None, 1)):
+    for wrong in ((32, 4, 3, 4), (30, None, None, 4), (3, 4, None, 4)):
         with pytest.raises(pydist.InvalidUsage):
             batch_sizes(*wrong)
+
+
+def tries_again() -> None:
+    sizes = {"batch_size": 7, "micro_batch_size": 3}
+    with pytest.raises(pydist.InvalidUsage, match="is not micro_batch_size"):
+        pydist.initialize(network(), adamw, data(), config={"training": sizes})
+    pydist.initialize(network(), adamw, DataLoader(data(), batch_size=2))
+
+
+def test_a_refused_configuration_is_not_in_force() -> None:
+    run_ranks(tries_again, 2)
 
 
 def other_settings() -> None:
