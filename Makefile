@@ -132,11 +132,11 @@ else
 	@echo "SKIPPED: all C++ tests (tests/cpp). $(GTEST_HINT)"
 endif
 
-# Most tests wait for processes that they start, so three files of them run at a time; without
+# Most tests wait for processes that they start, so four files of them run at a time; without
 # pytest-benchmark, which says that it can't measure then. Those processes, hundreds of them, import
 # what they have in common from its compiled form, also where the environment asks for none.
 PYTEST_ALONE = PYTHONDONTWRITEBYTECODE= TEST_BUILD=$(BUILD) $(BIN)/python -m pytest -p no:benchmark
-PYTEST = $(PYTEST_ALONE) -n 3 --dist loadfile
+PYTEST = $(PYTEST_ALONE) -n 4 --dist loadfile
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test

@@ -125,13 +125,15 @@ def test_what_a_token_bucket_lets_pass_costs_no_time_on_the_link(way: str) -> No
 @pytest.mark.parametrize(
     ("shapes", "sizes", "way", "names", "message"),
     [
-        # A ring adds up as many bytes as it sends, in any case.
+        # A ring adds up as many bytes as it sends, in any case. Rounding decides whether the fit
+        # shares the time out between the two or leaves all to one, and the other without effect.
         (
             SHAPES,
             SIZES,
             "ring",
             THREE,
-            "can't tell link.beta_s_per_byte from link.gamma_s_per_byte",
+            r"can't tell link\.beta_s_per_byte from link\.gamma_s_per_byte"
+            r"|hardly show link\.(beta|gamma)_s_per_byte",
         ),
         # As many messages as delays, which are longer.
         (
@@ -152,7 +154,7 @@ def test_what_data_cannot_tell_is_refused(
 ) -> None:
     costs = TYPICAL.at_rate(1.0)
     measured = timed(costs, shapes, sizes, noise=0.03, way=way)
-    with pytest.raises(InvalidUsage, match=re.escape(message)) as caught:
+    with pytest.raises(InvalidUsage, match=message) as caught:
         fit(measured, costs, names)
     assert "shows at" in str(caught.value)
     assert f"off by {MOST_DOUBT:.0%}" not in str(caught.value)
