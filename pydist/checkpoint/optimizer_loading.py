@@ -131,13 +131,9 @@ def put_back(
     """
     if isinstance(optimizer, ShardedOptimizer):
         renaming = renaming_of(optimizer, names, rank)
-        put_shards(
-            optimizer,
-            root,
-            renaming,
-            {name: Source(contents, outline, name) for name in renaming.values()},
-            outline["groups"],
-        )
+        sources = {name: Source(contents, outline, name) for name in renaming.values()}
+        state = shards(optimizer, root, renaming, sources, outline["groups"])
+        optimizer.load_sharded_state(state)
         return
     named = named_in(optimizer, names, rank)
     known = _of_all(optimizer, named, outline, whole_state(root, outline, contents))
@@ -165,51 +161,26 @@ class Source:
         return found
 
 
-def put_shards(
+def shards(
     optimizer: ShardedOptimizer,
     root: str,
     renaming: Mapping[str, str],
     sources: Mapping[str, Source],
     groups: list[dict[str, Any]],
-) -> None:
-    """Reads what this rank needs of a state into a sharded optimizer. Talks to nobody.
+) -> ShardedState:
+    """What this rank needs of a state, for `optimizer.load_sharded_state`. Talks to nobody.
+
+    Tensors are read whenever they are asked for. So an optimizer takes the state over segment by
+    segment, each read when its turn comes; where reading fails, it has taken a part.
 
     Args:
-        optimizer: It takes the state over segment by segment, each read when its turn comes; where
-            reading fails, it has taken a part.
+        optimizer: Which will have it.
         root: What checkpoints call it.
         renaming: What a checkpoint calls the parameters that the optimizer has names of its own
             for.
         sources: By those names in a checkpoint. A parameter that has none was never updated.
         groups: With these names.
     """
-    optimizer.load_sharded_state(_shards(optimizer, root, renaming, sources, groups))
-
-
-def read_shards(
-    optimizer: ShardedOptimizer,
-    root: str,
-    renaming: Mapping[str, str],
-    sources: Mapping[str, Source],
-    groups: list[dict[str, Any]],
-) -> ShardedState:
-    """Reads all that `put_shards` would, at once, for `optimizer.load_sharded_state`.
-
-    So whatever is wrong with files is known before anything changes.
-    """
-    state = _shards(optimizer, root, renaming, sources, groups)
-    for known in state.parameters.values():
-        known.ranges = [StateRange(r.begin, r.end, dict(r.values)) for r in known.ranges]
-    return state
-
-
-def _shards(
-    optimizer: ShardedOptimizer,
-    root: str,
-    renaming: Mapping[str, str],
-    sources: Mapping[str, Source],
-    groups: list[dict[str, Any]],
-) -> ShardedState:
     local = optimizer.sharded_state()
     with_masters = {
         own
@@ -231,6 +202,12 @@ def _shards(
             _add_masters(contents, name, parameters[own], dims, ranges)
     back = {name: own for own, name in renaming.items()}
     return ShardedState(parameters, renamed(groups, back))
+
+
+def read_at_once(state: ShardedState) -> None:
+    """Reads all tensors of what `shards` gave, so that it is known what is wrong with files."""
+    for known in state.parameters.values():
+        known.ranges = [StateRange(r.begin, r.end, dict(r.values)) for r in known.ranges]
 
 
 def _of_all(

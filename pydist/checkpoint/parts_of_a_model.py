@@ -115,7 +115,8 @@ def from_parts(
     own = [name for group in optimizer.named() for name in group]
     renaming = dict(zip(own, [name for group in named for name in group], strict=True))
     sources = {name: origin.source for name, origin in found.items()}
-    shards = optimizer_loading.read_shards(optimizer, _OPTIMIZER, renaming, sources, groups)
+    shards = optimizer_loading.shards(optimizer, _OPTIMIZER, renaming, sources, groups)
+    optimizer_loading.read_at_once(shards)
     with model_state.unchanged_by_errors(model):
         from_torch(state, model=model)
         optimizer.load_sharded_state(shards)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -93,29 +93,21 @@ _THEIRS = {
     "bfloat16.check_grad_overflow",
     "zero_optimization.offload_optimizer",
 }
-_UNDERSTOOD = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "dataloader_drop_last",
-    "optimizer",
-    "fp16",
-    "bf16",
-    "zero_optimization",
-    "zero_optimization.stage",
-)
 
 
 class _Taken:
     """Tables of which keys are taken one by one, so that those that are left can be named."""
 
-    def __init__(self, tables: Mapping[str, Any], where: str) -> None:
+    def __init__(self, tables: Mapping[str, Any], where: str, within: str = "") -> None:
         self._tables = dict(tables)
+        self._prefix = f"{within}." if within else ""
         self.where = where
+        # All names that were asked for, given or not.
+        self.understood: set[str] = set()
 
     def take(self, name: str, default: Any = None) -> Any:
         """A value; "auto", which another library replaces, is refused."""
+        self.understood.add(self._prefix + name)
         value = self._tables.pop(name, default)
         if value == "auto":
             raise InvalidUsage(
@@ -130,7 +122,7 @@ class _Taken:
         value = {} if value is None else value
         if not isinstance(value, Mapping):
             raise InvalidUsage(f"{self.where}: {name} is {value!r}; it must be a table")
-        return _Taken(value, f"{self.where}: {name}")
+        return _Taken(value, f"{self.where}: {name}", self._prefix + name)
 
     def switch(self, name: str) -> bool:
         """A value that says yes or no."""
@@ -143,12 +135,12 @@ class _Taken:
         """All that is left, taken."""
         return {name: self.take(name) for name in list(self._tables)}
 
-    def left(self, prefix: str = "") -> list[str]:
+    def left(self) -> list[str]:
         """The names of what nobody took, but for what is switched off or DeepSpeed's default."""
         return [
-            prefix + name
+            self._prefix + name
             for name, value in self._tables.items()
-            if not _changes_nothing(prefix + name, value)
+            if not _changes_nothing(self._prefix + name, value)
         ]
 
 
@@ -223,17 +215,17 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     optimizer = _optimizer(given.table("optimizer"))
     if stage:
         optimizer["stage"] = stage
-    left = given.left() + zero.left("zero_optimization.")
-    left += types.left("data_types.")
-    if any(switches):
-        left += bf16[0].left("bf16.") + bf16[1].left("bfloat16.")
+    read = [given, zero, types, *(bf16 if any(switches) else ())]
+    left = [name for tables in read for name in tables.left()]
+    understood = {name for tables in read for name in tables.understood}
     changing = [
         name for name in left if name not in _WITHOUT_EFFECT and not name.startswith(_OF_STAGE_3)
     ]
     if changing:
+        named = ", ".join(_with_nearest(name, understood) for name in changing)
         raise InvalidUsage(
-            f"{where}: pydist does not know {', '.join(map(_with_nearest, changing))}, which would "
-            "change the training: take it out, or do it in the program"
+            f"{where}: pydist does not know {named}, "
+            "which would change the training: take it out, or do it in the program"
         )
     if left:
         warnings.warn(f"{where}: of no effect here: {', '.join(left)}", stacklevel=3)
@@ -256,12 +248,12 @@ def _clipping(given: _Taken) -> float | None:
     return norm or None
 
 
-def _with_nearest(name: str) -> str:
+def _with_nearest(name: str, understood: Iterable[str]) -> str:
     """A name that is not understood, and the one that was meant, where it looks misspelt."""
     if name in _THEIRS or name in _DEFAULTS:
         return name
     near = difflib.get_close_matches(
-        name, [*_UNDERSTOOD, *_DEFAULTS, *_WITHOUT_EFFECT, *_THEIRS], 1, 0.8
+        name, [*understood, *_DEFAULTS, *_WITHOUT_EFFECT, *_THEIRS], 1, 0.8
     )
     return f"{name} (did you mean {near[0]}?)" if near else name
 

@@ -49,6 +49,8 @@ class Field:
     name: str
     hint: Any
     default: Any
+    # Of a number.
+    is_more_than_0: bool = False
 
     @property
     def key(self) -> str:
@@ -61,7 +63,7 @@ class Field:
             raise InvalidUsage(
                 f"{source}: {self.key} is {value!r}; it must be {in_words(self.hint)}"
             )
-        if self.section == "training" and type(value) in (int, float) and not value > 0:  # type: ignore[operator]
+        if self.is_more_than_0 and isinstance(value, (int, float)) and not value > 0:
             raise InvalidUsage(
                 f"{source}: {self.key} is {value!r}; it must be more than 0, or left out"
             )
@@ -73,10 +75,10 @@ _fields: dict[str, dict[str, Field]] = {
     "training": {
         field.name: field
         for field in (
-            Field("training", "batch_size", int | None, None),
-            Field("training", "micro_batch_size", int | None, None),
-            Field("training", "accumulation_steps", int | None, None),
-            Field("training", "clip_grad_norm", float | None, None),
+            Field("training", "batch_size", int | None, None, True),
+            Field("training", "micro_batch_size", int | None, None, True),
+            Field("training", "accumulation_steps", int | None, None, True),
+            Field("training", "clip_grad_norm", float | None, None, True),
             Field("training", "dtype", Literal["float32", "bfloat16"] | None, None),
             Field("training", "drop_last", bool, False),
         )

@@ -35,6 +35,8 @@ _LEAST_SCATTER = 0.02
 
 _MOST_STEPS = 200
 _STARTS = (1.0, 0.1, 10.0)
+# Fits whose squares differ by a smaller share are equally good: what differs is rounding.
+_SAME_SQUARES = 1e-6
 
 Floats = npt.NDArray[np.float64]
 
@@ -150,7 +152,11 @@ def fit(measurements: Sequence[Measurement], known: Costs, names: Sequence[str])
         )
     begin = np.log([known.value(name) or 1e-9 for name in names])
     found = [_descend(measurements, known, names, begin + math.log(by)) for by in _STARTS]
-    logs = min(found, key=lambda logs: _cost(_residuals(measurements, known, names, logs)))
+    squares = [_cost(_residuals(measurements, known, names, logs)) for logs in found]
+    # Of those that are as good as the best, the one that began nearest to the known numbers: where
+    # measurements can't tell numbers, fits end anywhere, and that must not hang on the processor.
+    enough = min(squares) * (1 + _SAME_SQUARES)
+    logs = next(each for each, square in zip(found, squares, strict=True) if square <= enough)
     residuals = _residuals(measurements, known, names, logs)
     doubt = _doubt(_slopes(measurements, known, names, logs), residuals, names)
     costs = _with(known, names, logs)

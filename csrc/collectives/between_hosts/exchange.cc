@@ -102,7 +102,7 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
         co_await channels.to(rank).until_free();
         send_elements(run, channels.to(rank), part);
         if (expects_results) {
-          // Its result belongs where it has come from, or into a buffer of its own.
+          // The result, which may belong in the same place, comes only once the part is there.
           channels.from(rank).expect(
               results[static_cast<std::size_t>(rank)].of(step),
               {segment(blocks.output(rank), step).data, run.bytes(part.count)});

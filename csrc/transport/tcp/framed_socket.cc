@@ -159,16 +159,10 @@ bool FramedSocket::receive_frames(const SinkOf& sink_of) {
   }
 }
 
-void FramedSocket::forget(const FrameSink* sink) noexcept {
-  if (sink_ == sink && sink_ != nullptr) {
+void FramedSocket::drop(const FrameSink& sink, std::optional<FrameKind> kind) noexcept {
+  if (sink_ == &sink && kind.value_or(header_.kind) == header_.kind) {
     sink_ = nullptr;
     own_.resize(std::min<std::size_t>(header_.bytes, kDropped));
-  }
-}
-
-void FramedSocket::drop(const FrameSink& sink, FrameKind kind) noexcept {
-  if (is_in_frame_ && header_.kind == kind) {
-    forget(&sink);
   }
 }
 

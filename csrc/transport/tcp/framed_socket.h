@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -55,10 +56,8 @@ class FramedSocket {
   [[nodiscard]] bool has_ended() const noexcept { return has_ended_; }
   // Why, in words; empty where the other end has closed the connection between two frames.
   [[nodiscard]] const std::string& end() const noexcept { return why_ended_; }
-  // What is still to come for `sink` is dropped.
-  void forget(const FrameSink* sink) noexcept;
-  // The same, where it is a frame of that kind.
-  void drop(const FrameSink& sink, FrameKind kind) noexcept;
+  // What is still to come of a frame for `sink`, of that kind or of any, is dropped.
+  void drop(const FrameSink& sink, std::optional<FrameKind> kind = {}) noexcept;
 
   // Writes frames, one after the other, as far as the system takes them. Throws TransportError
   // where the connection has ended.

@@ -213,13 +213,7 @@ bool Link::receive(const FramedSocket::SinkOf& sink_of) {
   return has_come;
 }
 
-void Link::forget(const FrameSink* sink) noexcept {
-  for (const std::unique_ptr<FramedSocket>& socket : sockets_) {
-    socket->forget(sink);
-  }
-}
-
-void Link::drop(const FrameSink& sink, FrameKind kind) noexcept {
+void Link::drop(const FrameSink& sink, std::optional<FrameKind> kind) noexcept {
   for (const std::unique_ptr<FramedSocket>& socket : sockets_) {
     socket->drop(sink, kind);
   }

@@ -75,9 +75,8 @@ class Link {
   [[nodiscard]] std::optional<std::string> end();
   // It will be over within a moment.
   [[nodiscard]] bool is_ending() const noexcept { return last_words_.has_value() || is_broken(); }
-  // As FramedSocket::forget() and drop().
-  void forget(const FrameSink* sink) noexcept;
-  void drop(const FrameSink& sink, FrameKind kind) noexcept;
+  // As FramedSocket::drop().
+  void drop(const FrameSink& sink, std::optional<FrameKind> kind = {}) noexcept;
   // Gives the connections up. Where that is a loss, tells it.
   void lose(const std::string& why);
   // Nothing more is sent; what waits has been flushed, as far as that was possible.

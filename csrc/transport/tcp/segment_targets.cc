@@ -1,7 +1,6 @@
 #include "transport/tcp/segment_targets.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace pydist {
 

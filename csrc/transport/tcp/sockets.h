@@ -34,6 +34,7 @@ void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint6
 
 // A connection that waits to be accepted; none where there is none, or where it can't be had.
 [[nodiscard]] FileDescriptor accept_one(int listener) noexcept;
+
 // Has a connection that does not leave the machine send as fast as it goes. BBR, where the system
 // has it, paces what it sends by what it has measured, which in memory is the processor's time and
 // no link: it halves the speed of large messages, or worse. It has no loss to care for here.

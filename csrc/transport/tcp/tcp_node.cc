@@ -152,7 +152,7 @@ void TcpNode::remove_sink(std::uint64_t group) noexcept {
   const std::lock_guard lock(mutex_);
   if (const auto sink = sinks_.find(group); sink != sinks_.end()) {
     for (const LinkPtr& link : links_) {
-      link->forget(sink->second);
+      link->drop(*sink->second);
     }
     sinks_.erase(sink);
   }

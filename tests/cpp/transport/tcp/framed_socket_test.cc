@@ -138,6 +138,20 @@ TEST(FramedSocketTest, DropsFramesOfGroupsThatItDoesNotKnow) {
   }
 }
 
+TEST(FramedSocketTest, AFrameOfAKindIsDroppedAmidIt) {
+  const std::string stream = frame_text(header_number(1), payload_of(1'000, 1));
+  for (const FrameKind kind : {FrameKind::kSegment, FrameKind::kAnnounced}) {
+    Wired wired;
+    ASSERT_TRUE(send_all(wired.pair.test.get(), stream.substr(0, 500)));
+    wired.receive_while_readable();
+    wired.socket.drop(wired.sink, kind);
+    ASSERT_TRUE(send_all(wired.pair.test.get(),
+                         stream.substr(500) + frame_text(header_number(2), "after it")));
+    wired.receive_while_readable();
+    EXPECT_EQ(wired.sink.frames.size(), kind == FrameKind::kSegment ? 1u : 2u);
+  }
+}
+
 TEST(FramedSocketTest, ASinkThatGoesAmidAFrameIsNotTouchedAgain) {
   for (const bool has_place : {true, false}) {
     for (const std::size_t bytes : {std::size_t{100}, kBuffer + 1, std::size_t{200'000}}) {
@@ -151,8 +165,8 @@ TEST(FramedSocketTest, ASinkThatGoesAmidAFrameIsNotTouchedAgain) {
         while (is_readable(wired.socket.fd())) {
           wired.socket.receive([&](std::uint64_t) { return &leaver; });
         }
-        wired.socket.forget(&wired.sink);  // another one
-        wired.socket.forget(&leaver);
+        wired.socket.drop(wired.sink);  // another one
+        wired.socket.drop(leaver);
       }
       ASSERT_TRUE(send_all(wired.pair.test.get(),
                            stream.substr(part) + frame_text(header_number(2), "after it")));

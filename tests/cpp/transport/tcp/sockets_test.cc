@@ -63,17 +63,22 @@ std::string congestion_control_of(int socket) {
   return name.data();
 }
 
+bool set_congestion_control(int socket, const std::string& name) {
+  return ::setsockopt(socket, IPPROTO_TCP, TCP_CONGESTION, name.data(),
+                      static_cast<socklen_t>(name.size())) == 0;
+}
+
 TEST(SocketsTest, AConnectionThatPacesIsToldNotTo) {
   const FileDescriptor listener = listen_on({});
   const FileDescriptor socket = begin_connect(at_port(port_of(listener.get())));
-  for (const std::string& name : {std::string("reno"), std::string("cubic"), std::string("bbr")}) {
-    if (::setsockopt(socket.get(), IPPROTO_TCP, TCP_CONGESTION, name.data(),
-                     static_cast<socklen_t>(name.size())) != 0) {
-      continue;  // the system does not have it
-    }
-    end_pacing(socket.get());
-    EXPECT_EQ(congestion_control_of(socket.get()), name == "bbr" ? "reno" : name);
+  set_congestion_control(socket.get(), "reno");
+  end_pacing(socket.get());
+  EXPECT_EQ(congestion_control_of(socket.get()), "reno");
+  if (!set_congestion_control(socket.get(), "bbr")) {
+    GTEST_SKIP() << "this system's TCP has no BBR";
   }
+  end_pacing(socket.get());
+  EXPECT_EQ(congestion_control_of(socket.get()), "reno");
 }
 
 TEST(SocketsTest, AConnectionHoldsBackNothing) {
