@@ -16,6 +16,16 @@ else:
     import tomli as tomllib
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which may say a name twice, where TOML and DeepSpeed may not."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice in one table: take one out")
+    return found
+
+
 def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a file says: JSON if its name ends so, otherwise TOML.
 
@@ -24,7 +34,8 @@ def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found = json.loads(text) if str(path).endswith(".json") else tomllib.loads(text)
+        is_json = str(path).endswith(".json")
+        found = json.loads(text, object_pairs_hook=_once_each) if is_json else tomllib.loads(text)
     except (OSError, ValueError, RecursionError) as error:  # both parsers raise ValueErrors
         raise InvalidUsage(f"the configuration {os.fspath(path)} can't be read: {error}") from error
     if not isinstance(found, dict):

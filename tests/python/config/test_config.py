@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,14 @@ def test_what_is_no_configuration_is_refused(tmp_path: Path, content: str, suffi
         return
     with pytest.raises(InvalidUsage, match=re.escape(str(path))):
         Config.from_file(path)
+
+
+@pytest.mark.parametrize("read", [Config.from_file, Config.from_deepspeed])
+def test_a_name_that_is_given_twice_is_refused(tmp_path: Path, read: Callable[..., Any]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('{"optimizer": {"stage": 1, "name": "SGD", "stage": 2}}')
+    with pytest.raises(InvalidUsage, match=r"a\.json can't be read: 'stage' is given twice"):
+        read(path)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
