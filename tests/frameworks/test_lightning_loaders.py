@@ -1,6 +1,7 @@
 """The loaders that Lightning's Trainer and Fabric get on pydist, beside those of its own DDP."""
 
 import importlib.util
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 
 import lightning_runs as runs
 import pytest
+import torch
 import toy_training as toy
-from launch import Ranks
+from launch import Ranks, run_ranks
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import pydist
@@ -184,3 +187,44 @@ def test_fabric_is_told_how_to_begin_with_the_next_epoch(two: Ranks, tmp_path: P
         (said,) = (text for text in warned if "the last batch of epoch 0" in text)
         assert "for _ in loader: pass" in said
         assert "calls set_epoch()" not in said
+
+
+@toy.leaving()
+def weighted(path: str, ranks: int, resumes: bool) -> Any:
+    """Batches of 8 samples of all ranks together, each of which counts alike.
+
+    Returns:
+        The numbers of the samples of each step, and the weights at the end.
+    """
+
+    class Weighted(type(runs.regression("lightning", 40, 8, shuffle=True))):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return pydist.prepare(super().train_dataloader(), split_batches=True, seed=3)
+
+        def backward(self, loss: Tensor) -> None:
+            with self.trainer.strategy.model.weighted(len(self.seen[-1])):
+                loss.backward()
+
+    callbacks = [] if resumes else [runs.saving_at("lightning", 2, path)]
+    trainer = runs.trainer_of("lightning", "pydist", ranks, max_epochs=2, callbacks=callbacks)
+    model = Weighted()
+    trainer.fit(model, ckpt_path=path if resumes else None)
+    return model.seen, torch.cat([p.flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_uneven_shares_of_a_batch_can_be_weighted(two: Ranks, tmp_path: Path, ranks: int) -> None:
+    path = str(tmp_path / "amid.ckpt")
+
+    def steps(outcomes: list[Any]) -> list[list[int]]:
+        shares = zip(*(seen for seen, _ in outcomes), strict=True)
+        return [sorted(itertools.chain(*each)) for each in shares]
+
+    whole = two.run(weighted, path, 2, False, timeout=LIMIT_S)
+    rest = run_ranks(weighted, ranks, path, ranks, True, env=runs.TORCHRUN, timeout=LIMIT_S)
+    assert steps(rest) == steps(whole)[2:]
+    assert sorted(itertools.chain(*steps(whole)[:5])) == list(range(40))
+    # 3, 3 and 2 samples on three ranks.
+    assert {len(seen) for outcome in rest for seen in outcome[0]} == ({8} if ranks == 1 else {2, 3})
+    for outcome in rest:
+        assert outcome[1] == pytest.approx(whole[0][1], rel=1e-4, abs=1e-6)
