@@ -58,8 +58,8 @@ _OF_STAGE_3 = (
     "zero_optimization.override_module_apply",
 )
 
-# DeepSpeed's defaults, which files spell out, and which change nothing. What is false or null, and
-# a table of such values or with `enabled` false, changes nothing either.
+# DeepSpeed's defaults, which files spell out, and which change nothing. Of other names, what is
+# false or null, and a table of such values or with `enabled` false, changes nothing either.
 _DEFAULTS: dict[str, Any] = {
     "gradient_predivide_factor": 1.0,
     "gradient_allreduce_op": "mean",
@@ -145,7 +145,9 @@ class _Taken:
 
 
 def _changes_nothing(name: str, value: Any) -> bool:
-    if _is_off(value) or (name in _DEFAULTS and value == _DEFAULTS[name]):
+    if value is not None and name in _DEFAULTS:
+        return bool(value == _DEFAULTS[name])
+    if _is_off(value):
         return True
     return isinstance(value, Mapping) and all(
         _changes_nothing(f"{name}.{within}", each) for within, each in value.items()

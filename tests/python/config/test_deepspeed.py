@@ -187,6 +187,9 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
         ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor, which would change"),
+        # Of these DeepSpeed's default is true.
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation, which would"),
+        ({"zero_optimization": {"ignore_unused_parameters": False}}, "ignore_unused_parameters"),
         ({"prescale_gradients": True}, "prescale_gradients, which would change"),
         ({"zero_optimization": {"stage": 1, "mics_shard_size": 4}}, "mics_shard_size"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype is 'bf16'"),
