@@ -226,8 +226,8 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     if changing:
         named = ", ".join(_with_nearest(name, understood) for name in changing)
         raise InvalidUsage(
-            f"{where}: pydist does not know {named}, "
-            "which would change the training: take it out, or do it in the program"
+            f"{where}: pydist does not know {named}, which would change the training: take it "
+            "out, or do it in the program"
         )
     if left:
         warnings.warn(f"{where}: of no effect here: {', '.join(left)}", stacklevel=3)
