@@ -139,6 +139,21 @@ def test_rows_of_sixteen_bits(run: Runner) -> None:
     run(sixteen_bits)
 
 
+def one_number_a_row(dtype: torch.dtype) -> None:
+    rank, size = joined()
+    whole = torch.cat([batch(each, ROWS[each], 1)[:, 0] for each in range(size)]).to(dtype)
+    rows = whole.split(ROWS[:size])[rank].clone().requires_grad_()
+    pydist.nn.whole_batch(rows).abs().square().sum().backward()
+    # Where there is no wrapper that divides by the number of ranks, its factor is left.
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, 2 * size * rows.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex128])
+def test_rows_of_one_number(run: Runner, dtype: torch.dtype) -> None:
+    run(one_number_a_row, dtype)
+
+
 def reduce_own_parts() -> None:
     """Each rank has the loss of its own rows against all; their sum makes one loss of them."""
     rank, size = joined()
@@ -362,6 +377,30 @@ def own_rows_only() -> None:
 
 def test_a_loss_of_own_rows_is_found_out(run: Runner) -> None:
     run(own_rows_only)
+
+
+def losses_that_differ(kind: str) -> None:
+    """Ranks of which each has another loss, whose gradients have rows of the same norms."""
+    rank, size = joined()
+    dtype = {"complex": torch.complex64, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
+    rows = batch(rank, 6, 2 * size).to(dtype).requires_grad_()
+    gathered = pydist.nn.whole_batch(rows)
+    if kind == "sign":
+        loss = (1 if rank == 0 else -1) * gathered.sum()
+    elif kind == "columns":
+        loss = gathered[:, 2 * rank : 2 * rank + 2].sum()
+    elif kind == "complex":
+        loss = (gathered * (1j if rank == 1 else 1)).real.sum()
+    else:
+        mask = torch.rand(gathered.shape, generator=torch.Generator().manual_seed(rank)) > 0.1
+        loss = (gathered * mask).sum()
+    with pytest.raises(pydist.Mismatch, match=r"the loss of rank \d is not that of rank 0"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["sign", "columns", "complex", "dropout", "bfloat16"])
+def test_losses_that_differ_are_found_out(run: Runner, kind: str) -> None:
+    run(losses_that_differ, kind)
 
 
 def uneven_weights(lean: bool) -> None:
