@@ -178,7 +178,8 @@ class DataParallel(TorchIdioms, StandsForModule):
             where they are. None for a module on the CPU. Several GPUs, the module's own first: as
             in torch.nn.DataParallel, forward cuts the tensors among its arguments along `dim`, runs
             a copy of the module on each GPU, and joins the outputs (tensors or None in any nesting;
-            a scalar becomes a vector with an element for each GPU). Fewer GPUs compute where the
+            a scalar becomes a vector with an element for each GPU, so a mean over the batch, a
+            loss say, is better computed from what forward returns). Fewer GPUs compute where the
             batch is smaller. Backward sums the gradients into the module's parameters, and they are
             averaged over the ranks then. The copy on the first GPU has the module's own buffers, so
             what it changes in place stays. `device_ids=["cpu", "cpu"]` does the same on the CPU, to

@@ -35,9 +35,10 @@ def cut(
         A share for each device, fewer where the batch has fewer rows, and one without any tensor.
 
     Raises:
-        InvalidUsage: A tensor can't be cut, or makes another number of pieces than the first one.
+        InvalidUsage: A tensor can't be cut, or has another number of rows than the first one.
     """
     pieces: dict[str, Sequence[Tensor]] = {}
+    rows: dict[str, int] = {}
     arguments = {f"argument {number}": value for number, value in enumerate(args)}
     arguments |= {f"argument {name!r}": value for name, value in kwargs.items()}
     for name, value in arguments.items():
@@ -49,18 +50,20 @@ def cut(
                     "without dimensions, and let others have one that counts the samples"
                 )
             pieces[path] = scatter(tensor)
+            rows[path] = tensor.shape[dim]
     if not pieces:
         return [(args, kwargs)]
-    first, *others = ((path, len(own)) for path, own in pieces.items())
-    for path, count in others:
-        if count != first[1]:
+    first = next(iter(pieces))
+    for path, count in rows.items():
+        # Cut all the same, a table of another length would be in pieces that fit no samples.
+        if count != rows[first]:
             raise InvalidUsage(
-                f"{path} of forward makes {count} pieces over the devices of device_ids, and "
-                f"{first[0]} makes {first[1]}: give all tensors the same number of rows, or let "
-                "the module keep what is no part of the batch as a buffer"
+                f"{path} of forward has {count} rows along dim={dim}, which is cut over the "
+                f"devices of device_ids, and {first} has {rows[first]}: give all tensors the same "
+                "number of rows, or let the module keep what is no part of the batch as a buffer"
             )
     shares = []
-    for number in range(first[1]):
+    for number in range(len(pieces[first])):
         own = [_with_pieces(value, name, pieces, number) for name, value in arguments.items()]
         named = dict(zip(kwargs, own[len(args) :], strict=True))
         shares.append((tuple(own[: len(args)]), named))

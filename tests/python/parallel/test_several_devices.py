@@ -202,7 +202,9 @@ def refuse_what_cannot_be_cut_or_joined() -> None:
     x = batch(0, 4, 2)
     packed = nn.utils.rnn.pack_sequence([x, x])
     cases: list[tuple[Callable[..., Any], Any, str]] = [
-        (lambda fc, x, y: fc(x), (x, x[:1]), "argument 1 of forward makes 1 pieces"),
+        (lambda fc, x, y: fc(x), (x, x[:1]), "argument 1 of forward has 1 rows along dim=0"),
+        # As many pieces, of rows that do not belong together.
+        (lambda fc, x, y: fc(x), (x, x.repeat(2, 1)), "argument 1 of forward has 8 rows"),
         (lambda fc, x: x, (x.sum(),), "argument 0 of forward has 0 dimensions, and can't be cut"),
         (lambda fc, x: x, ([packed],), r"argument 0\[0\] is a PackedSequence"),
         (
