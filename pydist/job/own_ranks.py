@@ -31,6 +31,7 @@ from pydist.gpu import selection
 from pydist.gpu.visible import visible_gpus
 from pydist.job import current
 from pydist.job.launchers import read_placement
+from pydist.job.meeting.launcher_news import note_end
 from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.processes import folder_at_import
 from pydist.job.spawn import job_variables
@@ -53,6 +54,7 @@ class _Others:
     store: dist.TCPStore
     pid: int
     has_told: bool = False
+    has_told_of_end: bool = False
     watcher: threading.Thread | None = None
     # The program has ended, and the watcher's part is over.
     is_handed_over: threading.Event = field(default_factory=threading.Event)
@@ -210,14 +212,20 @@ def _own_command() -> list[str]:
         name = spec.name.removesuffix(".__main__") if spec.parent else spec.name
         is_itself = what == "-m" and rest[0] in (name, spec.name)
         return [*flags, "-m", name, *(rest[1:] if is_itself else sys.argv[1:])]
-    if file is None or not Path(file).exists():
+    # What a script has for itself alone (/dev/stdin, /dev/fd/63) the others don't find there.
+    if file is None or not Path(file).exists() or _is_made_by_the_kernel(file):
         raise InvalidUsage(
             "processes= starts the script again, and this program is no script: it is a notebook, "
-            "an interactive session, or read from standard input. pydist.spawn starts ranks there."
+            "an interactive session, or read from standard input or a pipe. pydist.spawn starts "
+            "ranks there."
         )
     # By its full path: the program may have gone to another folder.
     is_itself = what == "" and rest != [] and Path(rest[0]).name == Path(file).name
     return [*flags, os.path.abspath(file), *(rest[1:] if is_itself else sys.argv[1:])]
+
+
+def _is_made_by_the_kernel(file: str) -> bool:
+    return Path(os.path.abspath(file)).parts[1] in ("dev", "proc")
 
 
 def _divided(arguments: Sequence[str]) -> tuple[list[str], str, list[str]]:
@@ -261,6 +269,7 @@ def _watch(others: _Others) -> None:
     """Ends all ranks, this one too, some time after one has failed."""
     is_over = False
     while not (failed := others.failed()):
+        _tell_of_ends(others)
         if is_over or others.is_handed_over.wait(_LOOK_S):
             return
         is_over = not others.running()  # one of them may have failed since it was asked
@@ -273,6 +282,17 @@ def _watch(others: _Others) -> None:
     os.kill(others.pid, signal.SIGTERM)
     if not others.is_handed_over.wait(_GRACE_S):
         os.kill(others.pid, signal.SIGKILL)
+
+
+def _tell_of_ends(others: _Others) -> None:
+    """Lets ranks that are still to join know of one that has ended, though well: it won't come."""
+    if others.has_told_of_end:
+        return
+    for rank, process in enumerate(others.processes, 1):
+        if process.poll() is not None:
+            others.has_told_of_end = True
+            note_end(others.store, rank, process.pid, how_it_ended(process.returncode))
+            return
 
 
 def _tell(others: _Others, failed: Sequence[int]) -> None:

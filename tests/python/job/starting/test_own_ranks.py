@@ -171,8 +171,9 @@ def test_under_a_launcher_the_numbers_must_agree(script: Path) -> None:
     )
 
 
-def test_what_is_no_script_is_refused(script: Path) -> None:
-    done = run_command(["sh", "-c", f"{sys.executable} < {script}"])
+@pytest.mark.parametrize("read", ["< {}", "/dev/stdin < {}", "<(cat {})"])
+def test_what_is_no_script_is_refused(script: Path, read: str) -> None:
+    done = run_command(["bash", "-c", f"{sys.executable} {read.format(script)}"])
     assert done.returncode != 0
     assert "pydist.spawn starts ranks there" in done.stderr
 
@@ -273,6 +274,24 @@ def test_no_gpus_and_one_process_start_nothing() -> None:
     assert run_command([sys.executable, "-c", program]).stdout.split() == ["1", "cpu", "0"]
 
 
+def test_a_rank_that_ends_well_before_it_joins_is_named_at_once() -> None:
+    program = """
+import os, sys
+import pydist
+
+if os.environ.get("RANK") == "2":
+    sys.exit(0)
+try:
+    pydist.init(processes=3, timeout=600)
+except pydist.PeerLost as error:
+    sys.stdout.write(f"{error.ranks} {error.cause}\\n")
+"""
+    begin_s = time.monotonic()
+    done = run_command([sys.executable, "-c", program])
+    assert done.stdout == "(2,) exited with status 0\n" * 2, done.stderr
+    assert time.monotonic() - begin_s < 100.0  # before the time-out
+
+
 FAILING = """
 import os, sys, time
 import torch
@@ -295,25 +314,28 @@ IS_KILLED = "os.kill(os.getpid(), 9)"
 WAITS, COMPUTES = "pydist.barrier()", "time.sleep(600)"
 
 
+# Which rank ends, how, what the others do, and with what status the program ends: that of the rank,
+# or 1 where rank 0 raises because of it.
 @pytest.mark.parametrize(
     "case",
     everyday(
-        (0, RAISES, WAITS),
-        (2, IS_KILLED, WAITS),
-        (2, ENDS, COMPUTES),
+        (0, RAISES, WAITS, 1),
+        (2, IS_KILLED, WAITS, 1),
+        (2, ENDS, COMPUTES, 3),
         thorough=(
-            (0, RAISES, COMPUTES),
-            (0, IS_KILLED, COMPUTES),
-            (2, RAISES, WAITS),
-            (2, RAISES, COMPUTES),
+            (0, RAISES, COMPUTES, 1),
+            (0, IS_KILLED, COMPUTES, -9),
+            (2, ENDS, WAITS, 1),
+            (2, RAISES, WAITS, 1),
+            (2, RAISES, COMPUTES, 1),
         ),
     ),
 )
-def test_all_end_when_one_fails(case: tuple[int, str, str]) -> None:
-    rank, end, after = case
+def test_all_end_when_one_fails(case: tuple[int, str, str, int]) -> None:
+    rank, end, after, status = case
     program = FAILING.replace("RANK", str(rank)).replace("END", end).replace("AFTER", after)
     done = run_command([sys.executable, "-c", program])
-    assert done.returncode == (3 if (end, after) == (ENDS, COMPUTES) else done.returncode or 1)
+    assert done.returncode == status
     pids = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("pid ")]
     assert len(pids) == 3
     if rank == 2:
