@@ -95,11 +95,20 @@ def describe() -> str:
 
 
 def in_words(error: BaseException) -> str:
-    """Of which class an exception is, and what it says, where it can say it."""
+    """Of which class an exception is, and what it says, where it can say it; and its first cause.
+
+    Of one that was raised from another one, such as torch's "failed to run forward" of a stage,
+    those who did not see the traceback need both.
+    """
+    first, seen = error, {id(error)}
+    while first.__cause__ is not None and id(first.__cause__) not in seen:
+        first = first.__cause__
+        seen.add(id(first))
     try:
-        return f"{type(error).__name__}: {error}"
+        words, cause = (f"{type(each).__name__}: {str(each).strip()}" for each in (error, first))
     except Exception as failure:
         return f"{type(error).__name__}, whose text can't be had ({type(failure).__name__})"
+    return words if str(first).strip() in words else f"{words} (because of {cause})"
 
 
 def tell(error: BaseException) -> None:

@@ -302,6 +302,21 @@ def test_hooks_of_others_are_called_once_after_joining_again() -> None:
     assert run_ranks(put_a_hook_on_top, 1) == [1]
 
 
+def fail_because_of_something() -> None:
+    pydist.init("native")
+    error = RuntimeError("\n    [Stage 1] failed to run forward:\n")
+    error.__cause__ = KeyError("no such part")
+    error.__cause__.__cause__ = error  # a circle is none of our business
+    sys.excepthook(type(error), error, None)
+    said = r"RuntimeError: \[Stage 1\] failed to run forward: \(because of KeyError: 'no such"
+    with pytest.raises(Aborted, match=said):
+        pydist.barrier()
+
+
+def test_the_cause_of_an_exception_is_told_with_it() -> None:
+    run_ranks(fail_because_of_something, 1)
+
+
 def fail_in_a_forked_child(file: str) -> float:
     pydist.init("native")
     os.environ["TORCHELASTIC_ERROR_FILE"] = file
