@@ -219,9 +219,12 @@ def _own_command() -> list[str]:
             "an interactive session, or read from standard input or a pipe. pydist.spawn starts "
             "ranks there."
         )
-    # By its full path: the program may have gone to another folder.
     is_itself = what == "" and rest != [] and Path(rest[0]).name == Path(file).name
-    return [*flags, os.path.abspath(file), *(rest[1:] if is_itself else sys.argv[1:])]
+    given = rest if is_itself else sys.argv
+    # As it was given, so that all ranks have the same `sys.argv`; but by its full path where the
+    # program has gone to another folder before.
+    is_there = os.path.realpath(Path(folder_at_import() or ".", given[0])) == os.path.realpath(file)
+    return [*flags, given[0] if is_there else os.path.abspath(file), *given[1:]]
 
 
 def _is_made_by_the_kernel(file: str) -> bool:

@@ -150,6 +150,14 @@ def test_a_script_that_goes_elsewhere_first(script: Path) -> None:
 
 
 @pytest.mark.thorough
+def test_all_ranks_have_the_same_arguments(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "import sys, pydist; pydist.init(processes=2); print(*sys.argv, end='\\n', flush=True)"
+    )
+    done = run_command([sys.executable, "-u", "run.py", "--lr", "1"], cwd=str(tmp_path))
+    assert sorted(done.stdout.splitlines()) == ["run.py --lr 1"] * 2, done.stderr
+
+
 def test_a_debugger_stays_in_rank_0(script: Path) -> None:
     break_at = script.read_text().splitlines().index("pydist.init(processes=3)") + 2
     command = [sys.executable, "-m", "pdb", "-c", f"break {break_at}", "-c", "continue"]
