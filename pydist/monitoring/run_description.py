@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,8 @@ def _readable(value: Any) -> Any:
         return [_readable(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return as_text(value)
-    return str(value)
+    # Without where in memory something lies, by which no two runs would be alike.
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
 def write(folder: Path, start: dict[str, Any]) -> None:

@@ -41,7 +41,9 @@ def train(folder: str, counts: list[int], every: int = 3) -> tuple[list[list[flo
     torch.manual_seed(0)
     model = pydist.DataParallel(nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pydist.monitor(folder, model=model, config={"lr": 0.1}, every=every) as monitor:
+    with pydist.monitor(
+        folder, model=model, config={"lr": 0.1, "of": object()}, every=every
+    ) as monitor:
         for step in range(1, max(counts) + 1):
             inputs = torch.full((rank + 1, 4), float(step + rank))
             loss = model(inputs).square().mean()
@@ -91,7 +93,8 @@ def test_a_line_for_each_step_with_the_numbers_of_all_ranks(tmp_path: Path) -> N
     ):
         assert 10**7 < now <= peak
     (start,) = json.loads((tmp_path / "a" / "config.json").read_text())["starts"]
-    assert start["config"] == {"lr": 0.1}
+    # No two runs would have that at the same address.
+    assert start["config"] == {"lr": 0.1, "of": "<object object>"}
     assert start["world_size"] == 2
     assert "PYDIST_JOB_SECRET" not in start["variables"]
 
