@@ -53,7 +53,8 @@ class Config:
 
     Raises:
         InvalidUsage: A name is unknown (the message has the nearest one that is known), or a value
-            is of a wrong type, or not valid.
+            is of a wrong type, or none that the engine takes. What else a call can't do with a
+            value that it takes from here, it says then, with the value's source.
 
     Example:
         >>> config = pydist.Config(model={"compress": "bf16"}, engine={"timeout": 120})
@@ -217,7 +218,10 @@ def _require_valid(engine: Mapping[str, Any], source: str) -> None:
         with environment_lock, environment_with(variables):
             _native.read_environment()
     except InvalidUsage as error:
-        raise InvalidUsage(f"{source}: {error}") from None
+        told = str(error)
+        for name in engine:
+            told = told.replace(f"{variable_of(name)}=", f"engine.{name}=")
+        raise InvalidUsage(f"{source}: {told}") from None
     finally:
         # Reading sets what is logged, too.
         with contextlib.suppress(InvalidUsage):

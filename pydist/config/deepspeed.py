@@ -116,6 +116,17 @@ class _Taken:
             )
         return value
 
+    def number(self, name: str, least: float, kind: type[int | float] = float) -> Any:
+        """A number, at least so large; None where it is not there."""
+        value = self.take(name)
+        kinds = (int,) if kind is int else (int, float)
+        if value is not None and (type(value) not in kinds or not value >= least):
+            a_number = "a whole number" if kind is int else "a number"
+            raise InvalidUsage(
+                f"{self.where}: {name} is {value!r}; it must be {a_number}, {least} or more"
+            )
+        return value
+
     def table(self, name: str) -> _Taken:
         """A table within this one; an empty one where it is not there."""
         value = self.take(name, {})
@@ -135,12 +146,12 @@ class _Taken:
         """All that is left, taken."""
         return {name: self.take(name) for name in list(self._tables)}
 
-    def left(self) -> list[str]:
-        """The names of what nobody took, but for what is switched off or DeepSpeed's default."""
+    def left(self, changes_nothing: bool = False) -> list[str]:
+        """The names of what nobody took, and which is not, or is, what DeepSpeed does anyway."""
         return [
             self._prefix + name
             for name, value in self._tables.items()
-            if not _changes_nothing(self._prefix + name, value)
+            if _changes_nothing(self._prefix + name, value) == changes_nothing
         ]
 
 
@@ -173,11 +184,11 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     """
     given = _Taken(tables, where)
     training: dict[str, Any] = {
-        "batch_size": given.take("train_batch_size"),
-        "micro_batch_size": given.take("train_micro_batch_size_per_gpu"),
-        "accumulation_steps": given.take("gradient_accumulation_steps"),
+        "batch_size": given.number("train_batch_size", 1, int),
+        "micro_batch_size": given.number("train_micro_batch_size_per_gpu", 1, int),
+        "accumulation_steps": given.number("gradient_accumulation_steps", 1, int),
         "clip_grad_norm": _clipping(given),
-        "drop_last": given.take("dataloader_drop_last"),
+        "drop_last": given.switch("dataloader_drop_last") or None,
     }
     zero = given.table("zero_optimization")
     stage = zero.take("stage", 0)
@@ -229,6 +240,9 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
             f"{where}: pydist does not know {named}, which would change the training: take it "
             "out, or do it in the program"
         )
+    # What is switched off may still be misspelt.
+    off = [_with_nearest(name, understood) for tables in read for name in tables.left(True)]
+    left += [name for name in off if "did you mean" in name]
     if left:
         warnings.warn(f"{where}: of no effect here: {', '.join(left)}", stacklevel=3)
     return {
@@ -239,7 +253,7 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
 
 def _clipping(given: _Taken) -> float | None:
     """The largest norm of gradients; None where nothing is clipped."""
-    norm: float | None = given.take("gradient_clipping")
+    norm: float | None = given.number("gradient_clipping", 0)
     if norm is None:
         warnings.warn(
             f"{given.where}: gradient_clipping is not given, so nothing is clipped, as with older "
@@ -252,11 +266,10 @@ def _clipping(given: _Taken) -> float | None:
 
 def _with_nearest(name: str, understood: Iterable[str]) -> str:
     """A name that is not understood, and the one that was meant, where it looks misspelt."""
-    if name in _THEIRS or name in _DEFAULTS:
+    known = [*understood, *_DEFAULTS, *_WITHOUT_EFFECT, *_THEIRS]
+    if name in known or name.startswith(_OF_STAGE_3):
         return name
-    near = difflib.get_close_matches(
-        name, [*understood, *_DEFAULTS, *_WITHOUT_EFFECT, *_THEIRS], 1, 0.8
-    )
+    near = difflib.get_close_matches(name, known, 1, 0.8)
     return f"{name} (did you mean {near[0]}?)" if near else name
 
 

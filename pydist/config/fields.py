@@ -163,10 +163,12 @@ def find(section: str, name: str, source: str) -> Field:
             f"{source}: {section}.{name} can't be in a configuration, which is saved with every "
             f"checkpoint: set {variable_of(name)}."
         )
-    elsewhere = [other for other in SECTIONS if name in fields_of(other)]
+    # Also one that is spelt like its variable.
+    meant = name.lower().removeprefix("pydist_")
+    elsewhere = [other for other in SECTIONS if meant in fields_of(other)]
     if elsewhere:
         raise InvalidUsage(
-            f"{source}: there is no {section}.{name}; did you mean {elsewhere[0]}.{name}?"
+            f"{source}: there is no {section}.{name}; did you mean {elsewhere[0]}.{meant}?"
         )
-    near = difflib.get_close_matches(name, known, 1, cutoff=0)[0]
+    near = difflib.get_close_matches(meant, known, 1, cutoff=0)[0]
     raise InvalidUsage(f"{source}: there is no {section}.{name}; did you mean {section}.{near}?")

@@ -14,8 +14,10 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from pydist.config.config import ARGUMENT, Config, environment_lock
@@ -146,10 +148,17 @@ def outside_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def entering(config: Config | None) -> Iterator[None]:
+def entering(
+    config: Config | None, backend: str | None, timeout: timedelta | None
+) -> Iterator[None]:
     """Puts a configuration in force, and takes it back where the job can't be entered.
 
     Without one, what is in force stays so.
+
+    Args:
+        config: what the program gives `pydist.init`.
+        backend: as well: it goes before the configuration.
+        timeout: likewise.
     """
     before = _given
     use(before if config is None else config)  # changes nothing where it raises
@@ -158,6 +167,8 @@ def entering(config: Config | None) -> Iterator[None]:
     except BaseException:
         use(before)
         raise
+    given = {"backend": backend, "timeout": timeout and timeout.total_seconds()}
+    note(ENGINE, {name: value for name, value in given.items() if value is not None}, {})
 
 
 @contextlib.contextmanager
@@ -268,7 +279,11 @@ def takes_from_config(
                 if name in names and name not in said and not unless(given)
             }
             kwargs.update(more)
-            result = call(*args, **kwargs)
+            try:
+                result = call(*args, **kwargs)
+            except InvalidUsage as error:
+                _tell_sources(error, [(name, config.source_of(section, name)) for name in more])
+                raise
             defaults = {name: signature.parameters[name].default for name in names}
             note(section, {name: given[name] for name in names if name in given}, more, defaults)
             return result
@@ -276,6 +291,18 @@ def takes_from_config(
         return taking
 
     return decorate
+
+
+def _tell_sources(error: InvalidUsage, taken: Iterable[tuple[str, str | None]]) -> None:
+    """Adds where values are from that an error names, and that the program has not given."""
+    told = str(error)
+    named = [
+        f"{name} is from {'the configuration' if source == ARGUMENT else source}"
+        for name, source in taken
+        if re.search(rf"\b{name}\b", told)
+    ]
+    if named:
+        error.args = (f"{told.rstrip('.')} ({', '.join(named)})",)
 
 
 def note(
@@ -311,7 +338,7 @@ def settings() -> list[Setting]:
     found = []
     for section in SECTIONS:
         for name, field in fields_of(section).items():
-            if section == ENGINE:
+            if section == ENGINE and name not in _made_with.get(ENGINE, {}):
                 variable = variable_of(name)
                 text = os.environ.get(variable)
                 source = _put[variable].source if _is_put(variable) else variable

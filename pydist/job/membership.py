@@ -121,7 +121,7 @@ def init(
             chosen = start_own_ranks(processes, gpus, configuration)
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
-        with in_force.entering(configuration), entering():
+        with in_force.entering(configuration, backend, wait), entering():
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
             current.job.gpus = chosen

@@ -38,7 +38,12 @@ def batch_sizes(
         return BatchSizes(micro_batch_size, 1 if steps is None else steps)
     if micro_batch_size is None:
         steps = 1 if steps is None else steps
-        micro_batch_size = batch_size // (steps * ranks)
+        micro_batch_size, left = divmod(batch_size, steps * ranks)
+        if left:
+            raise InvalidUsage(
+                f"training.batch_size is {batch_size}, which {ranks} ranks can't share evenly in "
+                f"accumulation_steps={steps}: make it a multiple of {steps * ranks}"
+            )
     elif steps is None:
         steps = batch_size // (micro_batch_size * ranks)
     if batch_size != micro_batch_size * steps * ranks:

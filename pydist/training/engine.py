@@ -30,7 +30,8 @@ class Engine(DataParallel):
         accumulation_steps: How many backwards make a step.
         clip_grad_norm: What the norm of the gradients that the optimizer has is cut to; None: they
             stay. Of 16-bit gradients, norm and factor are taken in float32.
-        global_steps: How many steps were made.
+        global_steps: How many steps were made. A checkpoint has it as its step where it is saved
+            with `step=model.global_steps`; `model.global_steps = pydist.load(...).step` goes on.
 
     Example:
         >>> model, optimizer, _, _ = pydist.initialize(

@@ -73,7 +73,7 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"training": {"batch_size": 2.5}}, "2.5; it must be a whole number or None"),
         ({"training": {"accumulation_steps": 0}}, "is 0; it must be more than 0, or left out"),
         ({"training": {"clip_grad_norm": -1}}, "is -1; it must be more than 0, or left out"),
-        ({"engine": {"timeout": -1}}, "PYDIST_TIMEOUT='-1' is not valid"),
+        ({"engine": {"timeout": -1}}, "engine.timeout='-1' is not valid"),
         ({"engine": {"timeout": 1e-7}}, "seconds, 0.001 or more"),
         ({"engine": {"timeout": True}}, "engine.timeout is True; it must be a number or text"),
         ({"engine": {"chunk_bytes": 4096.5}}, "4096.5; it must be a whole number or text"),
@@ -81,6 +81,7 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"engine": {"host_id": 7}}, "engine.host_id is 7; it must be text"),
         ({"engine": {"interface": [1]}}, "[1]; it must be a list of texts or text"),
         ({"engine": {"backend": "mpi"}}, "engine.backend='mpi' is not valid"),
+        ({"engine": {"PYDIST_TIMEOUT": 3}}, "did you mean engine.timeout?"),
         ({"engine": {"chunk_byte": 1}}, "did you mean engine.chunk_bytes?"),
         ({"engine": {"interface": "a\0b"}}, "which no variable can be"),
         ({"engine": {"job_secret": "x" * 40}}, "set PYDIST_JOB_SECRET"),
@@ -151,7 +152,7 @@ def test_another_variable_is_not_the_files_fault(
     path.write_text("[engine]\nchunk_bytes = 65536\n")
     assert Config.from_file(path)["engine"] == {"chunk_bytes": 65536}
     path.write_text("[engine]\nchunk_bytes = 1\n")
-    with pytest.raises(InvalidUsage, match="PYDIST_CHUNK_BYTES='1'"):
+    with pytest.raises(InvalidUsage, match=r"engine\.chunk_bytes='1'"):
         Config.from_file(path)
     assert os.environ["PYDIST_TIMEOUT"] == "soon"
 

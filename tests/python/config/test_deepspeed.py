@@ -200,6 +200,12 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel, which would change"),
         ({"gradient_clipping": "auto"}, "gradient_clipping is 'auto', which the Trainer of"),
         ({"train_batch_size": "auto"}, "train_batch_size is 'auto'"),
+        (
+            {"train_batch_size": "8"},
+            "train_batch_size is '8'; it must be a whole number, 1 or more",
+        ),
+        ({"gradient_clipping": -1}, "gradient_clipping is -1; it must be a number, 0 or more"),
+        ({"dataloader_drop_last": 3}, "dataloader_drop_last is 3; it must be true or false"),
         ({"optimizer": {"type": "OneBitAdam"}}, "torch.optim has no such class"),
         ({"optimizer": {"type": "Adam", "params": {"lr": "auto"}}}, "lr is 'auto'"),
         (
@@ -234,6 +240,13 @@ def test_what_only_makes_it_faster_or_talkative_is_named_in_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"steps_per_print, zero_optimization.overlap_comm"):
         config = read(given)
     assert config["optimizer"] == {"stage": 1}
+
+
+def test_a_misspelt_name_that_is_switched_off_is_named_in_a_warning() -> None:
+    given = {"gradient_acumulation_steps": None, "zero_optimization": {"overlap_com": False}}
+    told = r"gradient_acumulation_steps \(did you mean gradient_accumulation_steps\?\), .*overlap_"
+    with pytest.warns(UserWarning, match=told):
+        read(given)
 
 
 def test_newer_versions_clip_where_nothing_is_said() -> None:

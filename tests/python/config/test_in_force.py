@@ -105,6 +105,45 @@ def test_what_init_is_given_lasts_until_shutdown(file: str) -> None:
         ]
 
 
+def arguments_of_init(folder: str) -> list[Any]:
+    pydist.init(timeout=33, backend="gloo", config={"engine": {"timeout": 44}})
+    pydist.save(folder, model=torch.nn.Linear(1, 1))
+    seen = [sources()[f"engine.{name}"] for name in ("timeout", "backend", "debug")]
+    pydist.init(config={"model": {"reduction": "mean"}})
+    seen.append(pydist.checkpoint.config_of(folder)["engine"])
+    pydist.shutdown()
+    return [*seen, sources()["engine.timeout"]]
+
+
+def test_arguments_of_init_are_in_force(file: str, tmp_path: Path) -> None:
+    env = {"PYDIST_CONFIG": file}
+    for seen in run_ranks(arguments_of_init, 2, str(tmp_path / "c"), env=env, method="spawn"):
+        *told, saved, after = seen
+        assert told == [(33.0, "argument"), ("gloo", "argument"), ("0", "default")]
+        assert (saved["timeout"], saved["backend"]) == (33.0, "gloo")
+        assert after == ("77", file)
+
+
+def takes_what_is_refused() -> list[str]:
+    told = []
+    for model, given in (
+        ({"bucket_cap_mb": -1}, {}),
+        ({"reduction": "sum"}, {"bucket_cap_mb": -1}),
+    ):
+        pydist.init(config={"model": model})
+        with pytest.raises(pydist.InvalidUsage, match="bucket_cap_mb is -1") as caught:
+            pydist.DataParallel(torch.nn.Linear(1, 1), **given)
+        told.append(str(caught.value).rpartition(" (")[2])
+        pydist.shutdown()
+    return told
+
+
+def test_an_error_says_which_of_its_values_is_from_the_configuration() -> None:
+    for from_config, from_program in run_ranks(takes_what_is_refused, 2):
+        assert from_config == "bucket_cap_mb is from the configuration)"
+        assert "is from" not in from_program
+
+
 def sets_a_variable_later(file: str) -> list[Any]:
     os.environ["PYDIST_TIMEOUT"] = "5"
     pydist.init()

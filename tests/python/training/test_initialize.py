@@ -324,7 +324,7 @@ def initialize(config: dict[str, Any], optimizer: str, batch_size: int | None) -
         ({}, "other", 2, "4 parameters that are not the model's"),
         ({}, "made", None, "needs training.micro_batch_size"),
         ({"training": {"micro_batch_size": 3}}, "made", 2, "batch_size is 2"),
-        ({"training": {"batch_size": 7}}, "made", None, "is not micro_batch_size (3)"),
+        ({"training": {"batch_size": 7}}, "made", None, "7, which 2 ranks can't share evenly"),
         ({"training": {"drop_last": True}}, "made", 2, "give them to the loader that is passed"),
         ({"training": {"clip_grad_norm": -1.0}}, "made", 2, "it must be more than 0"),
         ({"loader": {"split_batches": True}}, "made", 2, "loader.split_batches=True"),
