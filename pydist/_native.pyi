@@ -28,6 +28,9 @@ class Environment:
         What is logged: the least level, by subsystem; under "" that of all others.
         """
     @property
+    def one_shot_bytes(self) -> int | None:
+        ...
+    @property
     def sockets(self) -> int | None:
         """
         Connections that each end makes to another process; None: one on the same machine, two otherwise.
@@ -697,9 +700,9 @@ def require_not_forked() -> None:
     """
     Raises pydist.InvalidUsage where this process was forked while a group was at work.
     """
-def sent_ahead_limit(kind: str, ranks: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex) -> int:
+def sent_ahead_limit(kind: str, ranks: typing.SupportsInt | typing.SupportsIndex, chunk_bytes: typing.SupportsInt | typing.SupportsIndex, one_shot_bytes: typing.SupportsInt | typing.SupportsIndex | None) -> int:
     """
-    The most bytes of a rank that go with its announcement of a collective, or ahead of it; `chunk_bytes` is PYDIST_CHUNK_BYTES.
+    The most bytes of a rank that go with its announcement of a collective, or ahead of it; `chunk_bytes` is PYDIST_CHUNK_BYTES, and `one_shot_bytes` PYDIST_ONE_SHOT_BYTES, or None.
     """
 def set_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
     """

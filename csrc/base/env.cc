@@ -50,6 +50,11 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "131072",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
                         "heap. The same on every rank."},
+    EnvironmentVariable{"PYDIST_ONE_SHOT_BYTES", "0 to 16777216", "",
+                        "The most bytes that a rank gives to all others whole, in one step, and "
+                        "not in parts in two; no more than PYDIST_CHUNK_BYTES. The same on every "
+                        "rank. Unset: 64 KiB, but 128 KiB divided among the other ranks where they "
+                        "reduce. `pydist bench tune` measures what is best."},
     EnvironmentVariable{"PYDIST_STAGING_BYTES", "65536 to 1073741824", "4194304",
                         "Bytes of a part of a GPU tensor on its way through host memory, where the "
                         "backend is native or gloo. The same on every rank."},
@@ -239,6 +244,9 @@ Environment Environment::read() {
         parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
   }
   read_whole("PYDIST_CHUNK_BYTES", 4096, 16777216, environment.chunk_bytes);
+  if (lookup("PYDIST_ONE_SHOT_BYTES")) {
+    read_whole("PYDIST_ONE_SHOT_BYTES", 0, 16777216, environment.one_shot_bytes.emplace());
+  }
   read_whole("PYDIST_STAGING_BYTES", 65536, 1073741824, environment.staging_bytes);
   read_seconds("PYDIST_HEARTBEAT_WARNING", environment.heartbeat_warning);
   read_seconds("PYDIST_HEARTBEAT_TIMEOUT", environment.heartbeat_timeout);

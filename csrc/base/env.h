@@ -75,6 +75,9 @@ struct Environment {
   std::optional<std::chrono::microseconds> spin;
   // Bytes a rank stages at a time when it reduces ordinary (not symmetric) tensors.
   std::size_t chunk_bytes = 128 * 1024;
+  // The most bytes that a rank gives to all others whole, in one chunk at most; without a value as
+  // many as pay on most machines (collectives/shared_memory/route.h).
+  std::optional<std::size_t> one_shot_bytes;
   // Bytes of a slot that device tensors pass through where the backend moves host memory.
   std::size_t staging_bytes = std::size_t{4} << 20;
   // How long a peer's heartbeat may be stale before a warning.

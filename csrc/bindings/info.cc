@@ -57,6 +57,7 @@ void bind_environment(py::module_& module) {
           "algorithm",
           [](const Environment& self) { return std::string(to_string(self.algorithm)); })
       .def_readonly("chunk_bytes", &Environment::chunk_bytes)
+      .def_readonly("one_shot_bytes", &Environment::one_shot_bytes)
       .def_property_readonly(
           "sockets", [](const Environment& self) { return self.network.sockets; },
           "Connections that each end makes to another process; None: one on the same machine, two "

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,9 +42,12 @@ int counterpart(const Placement& placement, int rank, int host) {
   return placement.counterpart(rank, host);
 }
 
-std::size_t sent_ahead_limit(KindArgument kind, int ranks, std::size_t chunk_bytes) {
+std::size_t sent_ahead_limit(KindArgument kind, int ranks, std::size_t chunk_bytes,
+                             std::optional<std::size_t> one_shot_bytes) {
   const std::size_t chunk = round_up(chunk_bytes, page_bytes());
-  return ranks == 1 ? 0 : std::max(kInlineBytes, one_shot_limit(kind.kind, ranks, chunk));
+  return ranks == 1
+             ? 0
+             : std::max(kInlineBytes, one_shot_limit(kind.kind, ranks, chunk, one_shot_bytes));
 }
 
 }  // namespace
@@ -63,10 +67,12 @@ void bind_placement(py::module_& module) {
                              "The least number of ranks on a host.")
       .def("counterpart", &counterpart, py::arg("rank"), py::arg("host"),
            "The rank of a host that hears what `rank` has for all ranks there.");
-  module.def("sent_ahead_limit", &sent_ahead_limit, py::arg("kind"), py::arg("ranks"),
-             py::arg("chunk_bytes"),
-             "The most bytes of a rank that go with its announcement of a collective, or ahead of "
-             "it; `chunk_bytes` is PYDIST_CHUNK_BYTES.");
+  module.def(
+      "sent_ahead_limit", &sent_ahead_limit, py::arg("kind"), py::arg("ranks"),
+      py::arg("chunk_bytes"), py::arg("one_shot_bytes"),
+      "The most bytes of a rank that go with its announcement of a collective, or ahead of "
+      "it; `chunk_bytes` is PYDIST_CHUNK_BYTES, and `one_shot_bytes` PYDIST_ONE_SHOT_BYTES, or "
+      "None.");
 }
 
 }  // namespace pydist

@@ -24,6 +24,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "collectives/call.h"
@@ -49,13 +50,18 @@ class Announcer {
 
 class Group {
  public:
-  // `doorbells` of all ranks, in rank order. `announcer`: null on one host.
+  // `doorbells` of all ranks, in rank order. `announcer`: null on one host. `one_shot_bytes`: see
+  // one_shot_limit().
   Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
-        const SymmetricHeap& heap, Announcer* announcer = nullptr);
+        const SymmetricHeap& heap, Announcer* announcer = nullptr,
+        std::optional<std::size_t> one_shot_bytes = std::nullopt);
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
   [[nodiscard]] std::size_t chunk_bytes() const noexcept { return segment_.chunk_bytes(); }
+  [[nodiscard]] std::optional<std::size_t> one_shot_bytes() const noexcept {
+    return one_shot_bytes_;
+  }
   [[nodiscard]] const SymmetricHeap& heap() const noexcept { return heap_; }
   [[nodiscard]] const GroupSegment& segment() const noexcept { return segment_; }
 
@@ -166,6 +172,7 @@ class Group {
   std::vector<Doorbell*> doorbells_;
   const SymmetricHeap& heap_;
   Announcer* const announcer_;
+  const std::optional<std::size_t> one_shot_bytes_;
   bool has_transit_ = false;
   std::uint64_t sequence_ = 0;
   std::uint64_t round_ = 0;

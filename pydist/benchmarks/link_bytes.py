@@ -32,10 +32,12 @@ class Settings:
 
     Attributes:
         chunk_bytes: PYDIST_CHUNK_BYTES.
+        one_shot_bytes: PYDIST_ONE_SHOT_BYTES; None where it is not set.
         is_ring: Whether PYDIST_ALGORITHM says ring.
     """
 
     chunk_bytes: int = 128 << 10
+    one_shot_bytes: int | None = None
     is_ring: bool = False
 
 
@@ -73,7 +75,7 @@ def _ways(case: Case, placement: Placement, settings: Settings) -> Iterator[Sent
         for rank in range(case.ranks):
             yield Sent(rank, (rank + 1) % case.ranks, each)
     elif max(_contributed(case)) <= _native.sent_ahead_limit(
-        name, case.ranks, settings.chunk_bytes
+        name, case.ranks, settings.chunk_bytes, settings.one_shot_bytes
     ):
         yield from _one_shot(case, placement)
     elif name == "all_reduce" and placement.ranks > placement.hosts:

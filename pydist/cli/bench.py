@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from pydist.benchmarks import collectives, overlap, sharded, startup, step
+from pydist.benchmarks import collectives, overlap, sharded, startup, step, tune
 from pydist.benchmarks.collective_cases import COLLECTIVES
 from pydist.benchmarks.interruption import INTERRUPTED, interruptible
 from pydist.cli.parser import Parser
@@ -31,6 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         ("sharded", sharded, "steps with a sharded optimizer beside torch's ZeRO"),
         ("overlap", overlap, "how well backward hides a slow link"),
         ("startup", startup, "importing pydist and joining a job, by number of ranks"),
+        ("tune", tune, "the native engine's limits for these ranks, as a configuration"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         module.add_arguments(command)

@@ -30,6 +30,7 @@ _ENGINE_TYPES: dict[str, Any] = {
     "sockets": int | str,
     "spin_us": float | str,
     "chunk_bytes": int | str,
+    "one_shot_bytes": int | str,
     "staging_bytes": int | str,
     "heartbeat_warning": float | str,
     "heartbeat_timeout": float | str,

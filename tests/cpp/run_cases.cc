@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -27,7 +29,8 @@ std::string name_of_ranks_and_road(const ::testing::TestParamInfo<RanksAndRoad>&
 }
 
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
-               Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts) {
+               Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts,
+               std::optional<std::size_t> one_shot_bytes) {
   const bool has_hosts_of_several = std::set<int>(hosts.begin(), hosts.end()).size() < hosts.size();
   std::vector<PreparedCase> prepared;
   for (const Case& what : cases) {
@@ -38,7 +41,10 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
             : what.counts.at(0);
     const std::size_t bytes = elements * element_size(what.wire_dtype.value_or(what.dtype));
     const bool is_small =
-        size == 1 || bytes <= one_shot_limit(what.kind, size, round_up(chunk_bytes, page_bytes()));
+        size == 1 ||
+        bytes <= std::max(kInlineBytes,
+                          one_shot_limit(what.kind, size, round_up(chunk_bytes, page_bytes()),
+                                         one_shot_bytes));
     const bool goes_by_ring = algorithm == AlgorithmChoice::kRing && ring_supports(what.kind);
     const bool goes_by_hosts = has_hosts_of_several && !goes_by_ring && !is_small;
     prepared.push_back(
@@ -47,6 +53,7 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   Environment environment = test_environment();
   environment.algorithm = algorithm;
   environment.chunk_bytes = chunk_bytes;
+  environment.one_shot_bytes = one_shot_bytes;
   run_ranks(
       size,
       [&](RankOfTest& self) {

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstddef>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -30,6 +31,7 @@ using RanksAndRoad = std::tuple<int, AlgorithmChoice, Placement>;
 
 // One after the other, in one group; some asynchronously.
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
-               Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts = {});
+               Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts = {},
+               std::optional<std::size_t> one_shot_bytes = std::nullopt);
 
 }  // namespace pydist::testing

@@ -27,6 +27,11 @@ HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
   return group.heap().find(buffer.data, buffer.bytes());
 }
 
+bool may_go_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
+  return bytes <=
+         one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+}
+
 // What data that rides in a post is posted with; 0 where it does not fit.
 std::uint8_t inline_flags(std::size_t bytes) noexcept {
   if (bytes <= kFirstLineBytes) {
@@ -37,10 +42,11 @@ std::uint8_t inline_flags(std::size_t bytes) noexcept {
 
 }  // namespace
 
-std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes) noexcept {
-  const std::size_t limit =
+std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes,
+                           std::optional<std::size_t> pinned) noexcept {
+  const std::size_t usual =
       reduces(kind) ? kOneShotReadBytes / static_cast<std::size_t>(size - 1) : kOneShotBytes;
-  return std::min(limit, chunk_bytes);
+  return std::min(pinned.value_or(usual), chunk_bytes);
 }
 
 std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
@@ -59,7 +65,7 @@ std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept {
   if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
     return flags;
   }
-  if (bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes())) {
+  if (may_go_ahead(group, call, bytes)) {
     return Post::kEager;
   }
   if (call.kind != OpKind::kAllReduce) {
@@ -116,7 +122,7 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
     return flags;
   }
-  const bool may_be_eager = bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes());
+  const bool may_be_eager = may_go_ahead(group, call, bytes);
   if (may_be_eager && bytes <= kEagerBytes) {
     return Post::kEager;
   }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 
 #include "collectives/call.h"
 #include "collectives/group.h"
@@ -33,7 +34,9 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
 [[nodiscard]] std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept;
 
 // The most bytes of contributed_blocks() that a rank puts into one slot, ahead of its post.
-[[nodiscard]] std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes) noexcept;
+// `pinned`: PYDIST_ONE_SHOT_BYTES.
+[[nodiscard]] std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes,
+                                         std::optional<std::size_t> pinned) noexcept;
 
 // Bytes of contributed_blocks(), as they travel.
 [[nodiscard]] std::size_t contributed_bytes(const Group& group, const Call& call) noexcept;

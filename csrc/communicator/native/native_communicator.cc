@@ -83,8 +83,9 @@ class NativeCommunicator final : public Communicator,
     for (const PeerPtr& peer : membership.peers) {
       doorbells.push_back(peer->doorbell);
     }
-    engine_ = std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
-                                       membership.peers, remote_);
+    engine_ =
+        std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
+                                 membership.peers, remote_, options_.environment.one_shot_bytes);
     const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
@@ -337,11 +338,11 @@ class NativeCommunicator final : public Communicator,
   struct Engine {
     Engine(int rank, int size, const GroupSegment& segment, const std::vector<Doorbell*>& doorbells,
            std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers,
-           std::shared_ptr<RemoteRanks> the_remote)
+           std::shared_ptr<RemoteRanks> the_remote, std::optional<std::size_t> one_shot_bytes)
         : heap(std::move(the_heap)),
           peers(std::move(the_peers)),
           remote(std::move(the_remote)),
-          group(rank, size, segment, doorbells, *heap, remote.get()),
+          group(rank, size, segment, doorbells, *heap, remote.get(), one_shot_bytes),
           to_next_on_host(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
                           *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
           from_previous_on_host(ring_channel(segment, wrap(rank - 1, size), rank),

@@ -37,7 +37,8 @@ NetworkIntroduction NetworkIntroduction::from_text(const std::string& text) {
 
 std::string settings_text(const Environment& environment) {
   return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
-              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes);
+              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes, " PYDIST_ONE_SHOT_BYTES=",
+              environment.one_shot_bytes ? join(*environment.one_shot_bytes) : "");
 }
 
 std::vector<Introduction> read_introductions(const std::vector<std::string>& texts,

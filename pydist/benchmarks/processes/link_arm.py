@@ -30,7 +30,9 @@ __all__ = ["LinkArm", "sent_in_job"]
 def sent_in_job(case: Case) -> list[Sent]:
     """What the ranks of the job that this process has joined send between hosts, in a case."""
     environment = _native.read_environment()
-    settings = Settings(environment.chunk_bytes, environment.algorithm == "ring")
+    settings = Settings(
+        environment.chunk_bytes, environment.one_shot_bytes, environment.algorithm == "ring"
+    )
     return sent_between_hosts(case, placement_of_job(), settings)
 
 

@@ -210,6 +210,27 @@ TEST(NativeConformanceTest, SixtyFourRanks) {
   }
 }
 
+TEST(NativeConformanceTest, TakesAnyLimitOfOneShots) {
+  constexpr int kRanks = 3;
+  std::vector<Case> cases;
+  std::uint64_t seed = 7 << 20;
+  for (const OpKind kind : kDataKinds) {
+    for (const std::size_t count : {9, 700, 5000, 70'001}) {
+      Case what;
+      what.kind = kind;
+      what.dtype = DType::kBFloat16;
+      what.counts = equal_counts(kind, kRanks, count);
+      what.seed = ++seed;
+      cases.push_back(what);
+    }
+  }
+  // None but what rides in a post, and all that fit a chunk.
+  for (const std::size_t limit : {std::size_t{0}, std::size_t{1} << 24}) {
+    run_cases(cases, kRanks, AlgorithmChoice::kAuto, Placement::kMixed,
+              test_environment().chunk_bytes, {}, limit);
+  }
+}
+
 // The expected bits above come from the kernels; these come from arithmetic.
 TEST(NativeConformanceTest, RoundsShortFloatsOnce) {
   for (const AlgorithmChoice algorithm : {AlgorithmChoice::kAuto, AlgorithmChoice::kRing}) {

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -44,9 +45,10 @@ std::string name_of_split(const ::testing::TestParamInfo<Split>& info) {
 class NativeHosts : public ::testing::TestWithParam<Split> {
  protected:
   void run(const std::vector<Case>& cases, std::size_t chunk_bytes,
-           Placement placement = Placement::kMixed) const {
+           Placement placement = Placement::kMixed,
+           std::optional<std::size_t> one_shot_bytes = std::nullopt) const {
     run_cases(cases, GetParam().size(), GetParam().algorithm, placement, chunk_bytes,
-              GetParam().hosts);
+              GetParam().hosts, one_shot_bytes);
   }
 };
 
@@ -87,6 +89,21 @@ TEST_P(NativeHosts, MovesEveryKindAtEverySize) {
     }
   }
   run(cases, test_environment().chunk_bytes);
+}
+
+TEST_P(NativeHosts, TakesAnyLimitOfOneShots) {
+  std::vector<Case> cases;
+  std::uint64_t seed = 2 << 20;
+  for (const OpKind kind : kKinds) {
+    for (const std::size_t count : {9, 700, 5000, 70'001}) {
+      cases.push_back(
+          any_case(kind, DType::kBFloat16, ReduceOp::kSum, GetParam().size(), count, ++seed));
+    }
+  }
+  // None but what rides in a post, and all that fit a chunk.
+  for (const std::size_t limit : {std::size_t{0}, std::size_t{1} << 24}) {
+    run(cases, test_environment().chunk_bytes, Placement::kMixed, limit);
+  }
 }
 
 TEST_P(NativeHosts, TakesRaggedBlocks) {
