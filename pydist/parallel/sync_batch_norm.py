@@ -147,10 +147,14 @@ class SyncBatchNorm(BatchNormBase):
                     f"{input.size()} on rank {communicator.rank}, and 1 value per channel on all "
                     f"{communicator.size} ranks together"
                 )
+            unbiased = variance * (count / max(count - 1, 1))
+            # Together, since they are sent to a device.
+            sent = _sent_to(input.device, torch.stack([mean, variance, unbiased]))
+            mean, variance, unbiased = sent.unbind()
             if self.track_running_stats:
-                self._track(mean, variance, count)
+                self._track(mean, unbiased, count)
             wide = _accumulation_dtype(input.dtype)
-            mean, variance = mean.to(input.device, wide), variance.to(input.device, wide)
+            mean, variance = mean.to(wide), variance.to(wide)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, variance, count, self.eps, communicator
         )
@@ -178,7 +182,7 @@ class SyncBatchNorm(BatchNormBase):
             known = _in_use[self] = (key, groups.layer_communicator(parent))
         return known[1]
 
-    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
+    def _track(self, mean: Tensor, unbiased: Tensor, count: int) -> None:
         weight = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -187,7 +191,6 @@ class SyncBatchNorm(BatchNormBase):
         if count == 0 or self.running_mean is None or self.running_var is None:
             return
         weight = 0.0 if weight is None else weight
-        unbiased = variance * (count / (count - 1))
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
             running.mul_(1 - weight).add_(value.to(running.device, running.dtype), alpha=weight)
 
@@ -299,7 +302,8 @@ class _Normalize(torch.autograd.Function):
             # Ranks without samples take part as well: the others wait for them.
             message = torch.cat([sum_dy, sum_dy_x]).to("cpu", torch.float64)
             ctx.communicator.all_reduce(message, message, label="SyncBatchNorm backward")
-            mean_dy, mean_dy_x = (message / max(ctx.count, 1)).to(mean).chunk(2)
+            sent = _sent_to(mean.device, message / max(ctx.count, 1))
+            mean_dy, mean_dy_x = sent.to(mean.dtype).chunk(2)
             scale = inverse_std if weight is None else inverse_std * weight
             # The terms without dy are a normalisation too: x^ with another weight and bias.
             rest = F.batch_norm(
@@ -333,6 +337,13 @@ def _statistics(input: Tensor, communicator: Communicator) -> tuple[Tensor, Tens
     mean = (counts * means).sum(0) / max(total, 1)
     squares_of_all = squares.sum(0) + (counts * (means - mean).square()).sum(0)
     return mean, squares_of_all / max(total, 1), total
+
+
+def _sent_to(device: torch.device, values: Tensor) -> Tensor:
+    """Values of the host on a device, without waiting until it has read them."""
+    if device.type == "cpu":
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
