@@ -1,40 +1,17 @@
-"""Numbers that a step is monitored with; those on a GPU are read one step late.
-
-A loss on a GPU is not computed yet when the program hands it over. Reading it then would stop the
-training thread until it is. So it is copied to pinned memory, behind the work that computes it, and
-read at the next step, when that copy is long done.
-"""
+"""Numbers that a step is monitored with; those on a GPU are read one step late."""
 
 from __future__ import annotations
 
 import numbers
-from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 from pydist.errors import InvalidUsage
+from pydist.gpu.late_number import LateNumber, send_number
 from pydist.job.arguments import a_type
 
-
-@dataclass(frozen=True)
-class Late:
-    """A number on its way from a device."""
-
-    copy: Tensor
-    # None where reading `copy` itself waits for the device.
-    copied: torch.Event | None
-
-    def read(self) -> float:
-        """The number; waits for the copy alone, not for what the device does after it."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        return float(self.copy.item())
-
-
-Number: TypeAlias = float | Late
+Number: TypeAlias = float | LateNumber
 
 
 def taken(name: str, value: Any) -> Number:
@@ -54,7 +31,7 @@ def taken(name: str, value: Any) -> Number:
         number = value.detach()
         if number.device.type == "cpu":
             return float(number.item())
-        return _under_way(number)
+        return send_number(number)
     if isinstance(value, numbers.Real):
         try:
             return float(value)
@@ -65,15 +42,3 @@ def taken(name: str, value: Any) -> Number:
     raise InvalidUsage(
         f"step({name}=) is {a_type(value)}; it must be a number, or a tensor that holds one."
     )
-
-
-def _under_way(number: Tensor) -> Late:
-    if number.device.type != "cuda":
-        return Late(number.clone(), None)
-    has_cuda = torch.cuda.is_available()
-    with torch.cuda.device(number.device) if has_cuda else nullcontext():
-        copy = torch.empty((), dtype=number.dtype, device="cpu", pin_memory=True)
-        copy.copy_(number.reshape(()), non_blocking=True)
-        copied = torch.Event(number.device)
-        copied.record()
-    return Late(copy, copied)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pydist.monitoring.late_values import Late, Number
+from pydist.gpu.late_number import LateNumber
+from pydist.monitoring.late_values import Number
 from pydist.parallel.wrapper import DataParallel
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -40,18 +41,18 @@ class Row:
     @property
     def is_complete(self) -> bool:
         """Whether no value is on its way from a device any more."""
-        return not [value for value in self.values.values() if isinstance(value, Late)]
+        return not [value for value in self.values.values() if isinstance(value, LateNumber)]
 
     def complete(self) -> None:
         """Reads the values that were on their way."""
         for name, value in self.values.items():
-            if isinstance(value, Late):
+            if isinstance(value, LateNumber):
                 self.values[name] = value.read()
 
     def give_up(self) -> None:
         """Leaves out the values that were on their way: their device may have failed."""
         for name, value in self.values.items():
-            if isinstance(value, Late):
+            if isinstance(value, LateNumber):
                 self.values[name] = None
 
 

@@ -41,6 +41,11 @@ constexpr std::array<std::string_view, 14> kOnTheStream{
     "aten::sub",   "aten::mul",   "aten::div",     "aten::addcmul", "aten::addcdiv",
     "aten::neg",   "aten::sqrt",  "aten::maximum", "aten::minimum"};
 
+// Those for whose values, or numbers of elements, the host waits.
+constexpr std::array<std::string_view, 7> kReadByTheHost{
+    "aten::_local_scalar_dense", "aten::equal",    "aten::is_nonzero",       "aten::nonzero",
+    "aten::masked_select",       "aten::_unique2", "aten::repeat_interleave"};
+
 at::Tensor make_tensor(c10::Storage storage, c10::DispatchKeySet key, const at::Tensor& like) {
   at::Tensor tensor =
       at::detail::make_tensor<c10::TensorImpl>(std::move(storage), key, like.dtype());
@@ -257,6 +262,9 @@ bool run_on_stream(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const bool is_at_once = is_of_capture(self.storage().data_ptr());
   if (is_at_once || !is_recorded(queue, job)) {
     queue.post(job);
+    if (is_awaited) {
+      note_host_wait(schema.name());
+    }
     if (is_awaited || is_at_once) {
       queue.drain();
     }
@@ -283,6 +291,10 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, torch::jit
       argument =
           with_tensors(argument, [&](const at::Tensor& tensor) { return call.on_cpu(tensor); });
     }
+  }
+  if (std::find(kReadByTheHost.begin(), kReadByTheHost.end(), schema.name()) !=
+      kReadByTheHost.end()) {
+    note_host_wait(schema.name());
   }
   if (call.has_device() && !makes_views(schema)) {
     Queue::of(call.stream()).drain();

@@ -25,7 +25,10 @@ class OnStream {
 
   void enter() { before_ = fake_cuda::exchange_stream(stream_); }
   void exit() { (void)fake_cuda::exchange_stream(before_.value()); }
-  void synchronize() const { fake_cuda::Queue::of(stream_).drain(); }
+  void synchronize() const {
+    fake_cuda::note_host_wait("a stream");
+    fake_cuda::Queue::of(stream_).drain();
+  }
   // What cudaStream_t would be.
   [[nodiscard]] std::uintptr_t handle() const {
     return reinterpret_cast<std::uintptr_t>(&fake_cuda::Queue::of(stream_));
@@ -65,6 +68,7 @@ PYBIND11_MODULE(_fake_cuda, module) {
       },
       py::arg("devices"));
   module.def("set_delay_us", &fake_cuda::set_delay_us, py::arg("longest"));
+  module.def("take_host_waits", &fake_cuda::take_host_waits);
   module.def("synchronize", &fake_cuda::synchronize, Released());
   module.def("pinned_bytes", &fake_cuda::pinned_bytes);
   module.def("registered_bytes", &fake_cuda::registered_bytes);

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <map>
 #include <random>
+#include <string_view>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -42,6 +43,16 @@ struct Registry {
 
 Registry& registry() {
   static auto* const instance = new Registry;
+  return *instance;
+}
+
+struct HostWaits {
+  std::mutex mutex;
+  std::vector<std::string> all;  // guarded by mutex
+};
+
+HostWaits& host_waits() {
+  static auto* const instance = new HostWaits;
   return *instance;
 }
 
@@ -160,6 +171,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) {
+      note_host_wait("an event");
       uncaptured(event).wait();
     }
   }
@@ -171,7 +183,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     delete static_cast<std::shared_ptr<Recording>*>(event);
   }
   bool queryStream(const c10::Stream& stream) const override { return Queue::of(stream).is_idle(); }
-  void synchronizeStream(const c10::Stream& stream) const override { Queue::of(stream).drain(); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    note_host_wait("a stream");
+    Queue::of(stream).drain();
+  }
   void synchronizeDevice(c10::DeviceIndex /*device*/) const override { synchronize(); }
 };
 
@@ -317,9 +332,24 @@ c10::Stream next_stream_of_pool(c10::DeviceIndex device, bool is_high_priority) 
   return stream_at(device, 1 + next++ % kPoolStreams + (is_high_priority ? kPoolStreams : 0));
 }
 
+void note_host_wait(std::string what) {
+  std::array<char, 16> thread{};
+  pthread_getname_np(pthread_self(), thread.data(), thread.size());
+  if (!std::string_view(thread.data()).starts_with("pydist")) {
+    const std::lock_guard lock(host_waits().mutex);
+    host_waits().all.push_back(std::move(what));
+  }
+}
+
+std::vector<std::string> take_host_waits() {
+  const std::lock_guard lock(host_waits().mutex);
+  return std::exchange(host_waits().all, {});
+}
+
 void set_delay_us(int longest) { delay_us = longest; }
 
 void synchronize() {
+  note_host_wait("all streams");
   std::vector<Queue*> queues;
   {
     const std::lock_guard lock(registry().mutex);
@@ -351,4 +381,7 @@ void fake_cuda_enqueue(void* stream, void (*job)(void* argument), void* argument
   fake_cuda::Queue::of(stream).post([job, argument] { job(argument); });
 }
 
-void fake_cuda_synchronize(void* stream) { fake_cuda::Queue::of(stream).drain(); }
+void fake_cuda_synchronize(void* stream) {
+  fake_cuda::note_host_wait("a stream");
+  fake_cuda::Queue::of(stream).drain();
+}

@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 namespace fake_cuda {
@@ -81,6 +82,12 @@ void open_context(c10::DeviceIndex device);
 [[nodiscard]] std::vector<int> contexts();
 
 [[nodiscard]] c10::Stream next_stream_of_pool(c10::DeviceIndex device, bool is_high_priority);
+
+// A thread of the host waits for the device from here on, in `what`. Threads of the engine's own do
+// not count: nothing that trains waits for them.
+void note_host_wait(std::string what);
+// The waits since the last call.
+[[nodiscard]] std::vector<std::string> take_host_waits();
 
 // Before each job a stream sleeps for a random time of at most so many microseconds.
 void set_delay_us(int longest);

@@ -129,7 +129,7 @@ class BufferChanges:
                 zip(buffers, self._noted, self._marks, strict=True)
             )
             if known() is not buffer
-            or _mark_of(buffer) != mark
+            or mark_of(buffer) != mark
             or self.values.has_changed(number, buffer)
         ]
         if not changed:
@@ -153,7 +153,7 @@ class BufferChanges:
                     self._noted[number] = weakref.ref(buffer)
         else:
             self._noted = [weakref.ref(buffer) for buffer in buffers]
-        self._marks = [_mark_of(buffer) for buffer in buffers]
+        self._marks = [mark_of(buffer) for buffer in buffers]
 
     def warn_where_none_is_exchanged(self, names: Sequence[str]) -> None:
         """Warns once of what was changed since a backward that averages nothing. After
@@ -205,7 +205,7 @@ class BufferChanges:
         )
 
 
-def _mark_of(buffer: Tensor) -> tuple[int, int]:
+def mark_of(buffer: Tensor) -> tuple[int, int]:
     """Another one where a buffer was written in place, or given memory (`buffer.data = ...`)."""
     try:
         return version_of(buffer), buffer.data_ptr()

@@ -13,6 +13,7 @@ from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffers.buffer_changes import BufferChanges
 from pydist.parallel.buffers.buffer_values import BufferValues
+from pydist.parallel.buffers.device_values import DeviceValues
 from pydist.parallel.buffers.running_statistics import RunningStatistics
 from pydist.parallel.rank_local import RankLocal
 from pydist.parallel.sync_batch_norm import SyncBatchNorm
@@ -45,6 +46,7 @@ class BufferSync:
         self._module = module
         self.is_enabled = True
         self.changes = BufferChanges()
+        self._on_device = DeviceValues()
         self._lay_out()
 
     def renew(self) -> Tensor:
@@ -108,6 +110,7 @@ class BufferSync:
         """Lets the next averaged backward copy the buffers, whether they change or not."""
         self.memory.fill_(255)  # what hardly any buffer is: not a number, and no truth value
         self.changes.values.forget()
+        self._on_device.forget()
 
     def _watched_now(self) -> list[Any]:
         """The buffers that the module has now in the places whose changes count."""
@@ -142,8 +145,8 @@ class BufferSync:
         """Whether a buffer is no longer what the message says.
 
         By value: BatchNorm's kernels change its statistics behind autograd's version counters. On
-        a device the host waits for the answer, so it asks once for all of them, and not at all
-        where layers keep statistics: those have changed.
+        a device the host would wait for the answer. There, statistics that layers keep have
+        changed, and of other buffers Note [Looked at late] tells (device_values.py).
         """
         if not (self.is_enabled and self._owners):
             return False
@@ -151,30 +154,34 @@ class BufferSync:
         self.statistics.note_exchange()
         buffers = list(self._present())  # all of them must be as they were wrapped
         self.changes.note(self._watched_now())
+        if self.memory.is_cuda:
+            return any(
+                _is_statistic(owner, name) and owner.training for _, owner, name in self._owners
+            ) or self._on_device.have_changed(
+                [name for name, _, _ in self._owners], self._places, buffers
+            )
         # They may have moved since.
-        pairs = [(p, b.to(p.device)) for p, b in zip(self._places, buffers, strict=True)]
-        if not self.memory.is_cuda:
-            return any(not torch.equal(place, buffer) for place, buffer in pairs)
-        if any(_is_statistic(owner, name) and owner.training for _, owner, name in self._owners):
-            return True
-        return bool(torch.stack([(place != buffer).any() for place, buffer in pairs]).any())
+        pairs = zip(self._places, buffers, strict=True)
+        return any(not torch.equal(place, buffer.to(place.device)) for place, buffer in pairs)
 
     @torch.no_grad()
     def pack(self) -> None:
         """Writes the buffers into the message."""
-        for place, buffer in zip(self._places, self._present(), strict=True):
+        buffers = list(self._present())
+        for place, buffer in zip(self._places, buffers, strict=True):
             place.copy_(buffer)
+        self._on_device.note(buffers)
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
         others = []
         pairs = zip(self._owners, self._places, self._present(), strict=True)
-        for (_, owner, attribute), place, buffer in pairs:
-            if _is_statistic(owner, attribute):
+        for (_, owner, _), place, buffer in pairs:
+            if isinstance(owner, NormBase):
                 # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
-                # buffers would otherwise refuse to go backward, though in training it does not use
-                # them.
+                # statistics would otherwise refuse to go backward, though in training it does not
+                # use them; and none saves the count of batches.
                 buffer.data.copy_(place)
             else:
                 others.append((place, buffer))
@@ -186,6 +193,7 @@ class BufferSync:
             for (place, buffer), is_another in zip(others, are_others, strict=True):
                 if is_another:
                     buffer.copy_(place)
+        self._on_device.note(list(self._present()))
         self.changes.note(self._watched_now())
 
     def _present(self) -> Iterator[Tensor]:

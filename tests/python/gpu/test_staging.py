@@ -375,17 +375,59 @@ def buffers_on_a_device() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "__bool__", note)
-        for is_training, questions in ((True, 0), (False, 1)):
+        # Of the first rounds in which no layer keeps statistics, three look at values.
+        for is_training, questions in ((True, 0), *[(False, 1)] * 3, (True, 0), (False, 0)):
             model.train(is_training)
             asked.clear()
             model(torch.ones(4, 3, device="cuda") * (rank + 1)).sum().backward()
             assert len(asked) == questions, "each is a wait for the device"
-    # Found by value, as on the CPU.
-    model.table3.data[2] = rank + 7.0
-    model(torch.ones(4, 3, device="cuda")).sum().backward()
-    assert float(model.table3[2]) == 7.0
-    assert float(model.table3[1]) == 3.0
 
 
-def test_buffers_cost_no_wait_or_one() -> None:
+def test_buffers_cost_a_wait_in_the_first_rounds_alone() -> None:
     on_device("native", buffers_on_a_device)
+
+
+# More than there are buffers.
+_WRITES = 11
+
+
+def written_past_the_counters(rounds_before: int) -> list[tuple[float, list[str]]]:
+    """What a buffer is after each of some rounds, before which every rank writes another."""
+    rank, _ = start()
+    model = pydist.DataParallel(WithTable().to("cuda")).eval()
+
+    def step() -> None:
+        model(torch.ones(4, 3, device="cuda")).sum().backward()
+
+    for _ in range(rounds_before):
+        step()
+    found = []
+    for number in range(1, _WRITES + 1):
+        model.table3.data[2] = rank + 10.0 * number
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step()
+        told = [str(each.message) for each in caught if "past torch's version" in str(each.message)]
+        found.append((float(model.table3[2]), told))
+    assert float(model.table3[1]) == 3.0
+    return found
+
+
+def test_what_is_written_past_torchs_counters_is_found_in_the_first_rounds() -> None:
+    for found in on_device("native", written_past_the_counters, 1):
+        assert found == [(10.0 * number, []) for number in range(1, _WRITES + 1)]
+
+
+def test_what_is_written_past_torchs_counters_later_is_found_late_and_told() -> None:
+    """One of the eight buffers is looked at in each round, and another one in the first."""
+    by_rank = on_device("native", written_past_the_counters, 4)
+    for rank, found in enumerate(by_rank):
+        values, told = zip(*found, strict=True)
+        # Those of rank 0 are what the others get.
+        are_right = [value == 10.0 * (n + 1) for n, value in enumerate(values)]
+        late = are_right.index(True)
+        assert late > 0 or rank == 0
+        assert values[late:] == tuple(10.0 * (n + 1) for n in range(late, _WRITES))
+        warned = [each for each in told if each]
+        assert [len(each) for each in warned] == [1]
+        assert "buffer table3 has changed past torch's version counters" in warned[0][0]

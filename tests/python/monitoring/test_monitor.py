@@ -20,6 +20,7 @@ from time_limit import PATIENCE
 from torch import nn
 
 import pydist
+from pydist.gpu.late_number import LateNumber
 from pydist.job.log import logger
 
 pytestmark = pytest.mark.timeout(90)
@@ -322,12 +323,11 @@ class TestOneRank:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """By a stand-in for what is on its way: it can be read as soon as the next step ends."""
-        from pydist.monitoring import late_values
         from pydist.monitoring import monitor as module
 
         reads: list[int] = []
 
-        class OnItsWay(late_values.Late):
+        class OnItsWay(LateNumber):
             def read(self) -> float:
                 reads.append(monitor.step_number)
                 return super().read()
