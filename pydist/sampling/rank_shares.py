@@ -10,8 +10,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+from pydist.errors import InvalidUsage
+
 Pad = Literal["repeat", "none", "drop"]
 PADS: tuple[Pad, ...] = get_args(Pad)
+
+
+def pad_of(pad: Pad | None, drop_last: bool) -> Pad:
+    """What two arguments say together; InvalidUsage where one is not valid or they contradict."""
+    if pad is None:
+        return "drop" if drop_last else "repeat"
+    if pad not in PADS:
+        raise InvalidUsage(f"pad='{pad}' is not valid; use one of: {', '.join(PADS)}.")
+    if drop_last and pad != "drop":
+        raise InvalidUsage(f"drop_last=True and pad='{pad}' contradict each other: give one.")
+    return pad
 
 
 def _part(positions: int, rank: int, ranks: int) -> int:

@@ -19,7 +19,7 @@ from pydist.sampling.attendance import Attendance
 from pydist.sampling.audit import Ledger
 from pydist.sampling.epoch_pass import EpochPass
 from pydist.sampling.order import Order, Sequential, Shuffled, sample_count
-from pydist.sampling.rank_shares import PADS, Pad, Share
+from pydist.sampling.rank_shares import Pad, Share, pad_of
 from pydist.sampling.resumption import (
     read_state,
     require_same_batch,
@@ -94,7 +94,7 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             )
         self.dataset = dataset
         self._dataset_length = sample_count(dataset)
-        self.pad: Pad = _pad_of(pad, drop_last)
+        self.pad: Pad = pad_of(pad, drop_last)
         self.drop_last = self.pad == "drop"
         # What iterating looks at again: the job may have been joined since.
         self._is_rank_given, self._are_ranks_given = rank is not None, num_replicas is not None
@@ -140,6 +140,9 @@ class DistributedSampler(distributed.DistributedSampler[int]):
         self._start = 0
         # Whether the epoch is that of a state, and nobody has said one since.
         self.is_loaded = False
+        # Whether an epoch that has ended comes again until set_epoch() says another one, as with
+        # torch's sampler. An integration sets it while a framework alone says epochs.
+        self.repeats_epoch = False
         # How to begin with the epoch after that, where the state was made at the end of one. For a
         # warning: an integration sets it where somebody else than the script sets epochs.
         self.begins_next_epoch = "calls set_epoch() with its epoch before"
@@ -303,7 +306,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             is_counted=is_counted,
             on_end=self._go_on,
         )
-        if self.is_loaded and self._start >= len(self.order):
+        at_end = self._start >= len(self.order)
+        if self.is_loaded and at_end and not self.repeats_epoch:
             warnings.warn(
                 f"the state of the sampler was made with the last batch of epoch {self._epoch}, so "
                 "what is left of it has no batches, and the next iteration is of the epoch after: "
@@ -377,9 +381,12 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                 self._open.remove(begun)
 
     def close(self, finished: EpochPass) -> None:
-        """Says that an iterator has come to its end: the state is of the next epoch from now on."""
+        """Says that an iterator has come to its end: the state is of the next epoch from now on.
+
+        Where the epoch comes again, the state is that of its end until a batch of it comes again.
+        """
         finished.end()
-        if self._pass is finished:
+        if self._pass is finished and not self.repeats_epoch:
             self._pass = None
 
     def drop(self, dropped: EpochPass) -> None:
@@ -453,7 +460,8 @@ class DistributedSampler(distributed.DistributedSampler[int]):
     def _go_on(self, finished: EpochPass) -> None:
         # Of two iterators over the same epoch only one moves on.
         if self._epoch == finished.epoch:
-            self._epoch, self._start, self._start_batch = finished.epoch + 1, 0, 0
+            self._epoch += not self.repeats_epoch
+            self._start, self._start_batch = 0, 0
         if self._attendance is not None:
             self._attendance.end()
 
@@ -473,16 +481,6 @@ class DistributedSampler(distributed.DistributedSampler[int]):
                     f"process is rank {rank} of {ranks} now: make the sampler after pydist.init() "
                     "(or init_process_group), or give it num_replicas= and rank=."
                 )
-
-
-def _pad_of(pad: Pad | None, drop_last: bool) -> Pad:
-    if pad is None:
-        return "drop" if drop_last else "repeat"
-    if pad not in PADS:
-        raise InvalidUsage(f"pad='{pad}' is not valid; use one of: {', '.join(PADS)}.")
-    if drop_last and pad != "drop":
-        raise InvalidUsage(f"drop_last=True and pad='{pad}' contradict each other: give one.")
-    return pad
 
 
 def placement() -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The loaders that Lightning's Trainer and Fabric get on pydist, beside those of its own DDP."""
 
+import importlib
 import importlib.util
 import itertools
 import warnings
@@ -12,7 +13,7 @@ import pytest
 import torch
 import toy_training as toy
 from launch import Ranks, run_ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import pydist
@@ -228,3 +229,123 @@ def test_uneven_shares_of_a_batch_can_be_weighted(two: Ranks, tmp_path: Path, ra
     assert {len(seen) for outcome in rest for seen in outcome[0]} == ({8} if ranks == 1 else {2, 3})
     for outcome in rest:
         assert outcome[1] == pytest.approx(whole[0][1], rel=1e-4, abs=1e-6)
+
+
+# In batches of 12 on all ranks: 3 steps, 2, 1, and 2 of which the second is smaller.
+LENGTHS = {"long": 36, "short": 24, "shortest": 12, "ragged": 18}
+MODES = ["max_size_cycle", "min_size", "max_size"]
+
+
+def _with_several(mode: str, batch_size: int) -> Any:
+    """A model that takes down its losses, and which samples each loader gave."""
+    combined = importlib.import_module("lightning.pytorch.utilities").CombinedLoader
+
+    class Several(type(runs.regression("lightning", 1, 1))):  # type: ignore[misc]
+        def training_step(self, batch: Any, step: int) -> Tensor:
+            given = {name: each for name, each in batch.items() if each is not None}
+            loss = sum(
+                nn.functional.mse_loss(self.network(inputs), targets)
+                for _, inputs, targets in given.values()
+            )
+            self.losses.append(float(loss))
+            self.seen.append({name: numbers.tolist() for name, (numbers, *_) in given.items()})
+            return loss
+
+        def train_dataloader(self) -> Any:
+            loaders = {
+                name: DataLoader(toy.Points(length), batch_size, shuffle=True)
+                for name, length in LENGTHS.items()
+                # With it, the epochs of the mode that ends with the shortest have one step.
+                if not (mode == "min_size" and name == "shortest")
+            }
+            return combined(loaders, mode)
+
+    return Several()
+
+
+def _saving_each_step(folder: str) -> Any:
+    class Saves(runs.tree_of("lightning").Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            trainer.save_checkpoint(f"{folder}/{trainer.global_step}.ckpt")
+
+    return Saves()
+
+
+@toy.leaving()
+def trained_with_several(strategy: str, mode: str, folder: str | None) -> Any:
+    """Three epochs; the losses and samples of each step."""
+    callbacks = [] if folder is None else [_saving_each_step(folder)]
+    quiet = {"max_epochs": 3, "limit_val_batches": 0, "callbacks": callbacks}
+    trainer = runs.trainer_of("lightning", strategy, 2, **quiet)
+    model = _with_several(mode, 6)
+    trainer.fit(model)
+    return model.losses, model.seen
+
+
+@toy.leaving()
+def resumed_with_several(mode: str, folder: str, step: int, ranks: int) -> Any:
+    """The same from a checkpoint on."""
+    quiet = {"max_epochs": 3, "limit_val_batches": 0}
+    trainer = runs.trainer_of("lightning", "pydist", ranks, **quiet)
+    model = _with_several(mode, 12 // ranks)
+    trainer.fit(model, ckpt_path=f"{folder}/{step}.ckpt")
+    return model.losses, model.seen
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_loader_gives_the_samples_that_it_does_on_ddp(two: Ranks, mode: str) -> None:
+    ours, theirs = (
+        two.run(trained_with_several, strategy, mode, None, timeout=LIMIT_S)
+        for strategy in ("pydist", "ddp")
+    )
+    for own, their in zip(ours, theirs, strict=True):
+        assert len(own[1]) == (6 if mode == "min_size" else 9)
+        assert own[1] == their[1]
+        assert own[0] == pytest.approx(their[0], rel=1e-6)
+
+
+def _steps_of_several(outcomes: list[Any]) -> list[Any]:
+    """For each step, the samples of all ranks, of each loader."""
+    return [
+        {name: sorted(n for given in step for n in given[name]) for name in step[0]}
+        for step in zip(*(seen for _, seen in outcomes), strict=True)
+    ]
+
+
+# Amid the second epoch, after a loader's end, after its second one, and at the end of the epoch.
+@pytest.mark.parametrize(
+    ("mode", "steps"), [("max_size_cycle", [4, 5, 6]), ("min_size", [3]), ("max_size", [4, 5])]
+)
+def test_a_checkpoint_of_any_step_goes_on_with_the_batches_that_would_have_come(
+    two: Ranks, tmp_path: Path, mode: str, steps: list[int]
+) -> None:
+    folder = str(tmp_path)
+    whole = _steps_of_several(
+        two.run(trained_with_several, "pydist", mode, folder, timeout=LIMIT_S)
+    )
+    for step in steps:
+        rest = _steps_of_several(
+            two.run(resumed_with_several, mode, folder, step, 2, timeout=LIMIT_S)
+        )
+        assert rest == whole[step:], step
+    step = max(step for step in steps if step < 6)
+    for ranks in (1, 3):
+        arguments = (resumed_with_several, ranks, mode, folder, step, ranks)
+        rest = _steps_of_several(run_ranks(*arguments, env=runs.TORCHRUN, timeout=LIMIT_S))
+        assert rest == whole[step:], ranks
+
+
+@toy.leaving()
+def gone_through_by_hand() -> list[list[int]]:
+    """Two epochs of a prepared loader that the Trainer has trained with."""
+    trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=1, limit_val_batches=0)
+    model = runs.regression("lightning", 24, 3)
+    loader = pydist.prepare(DataLoader(toy.Points(24), 3, shuffle=True), seed=5)
+    trainer.fit(model, loader)
+    return [[n for numbers, *_ in loader for n in numbers.tolist()] for _ in range(2)]
+
+
+def test_a_prepared_loader_goes_on_by_itself_after_training(two: Ranks) -> None:
+    for first, second in two.run(gone_through_by_hand, timeout=LIMIT_S):
+        assert len(first) == len(second) == 12
+        assert first != second

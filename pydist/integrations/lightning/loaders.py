@@ -50,6 +50,11 @@ def shared(loader: Any, *, pads: bool) -> Any:
     )
 
 
+def samplers_of(loader: Any) -> list[pydist.DistributedSampler]:
+    """What holds order and position of a loader; none if the loader can't be resumed."""
+    return [loader.distributed_sampler] if isinstance(loader, pydist.PreparedLoader) else []
+
+
 class _EpochsOfFabric:
     """In place of a sampler's `set_epoch`; Fabric counts from 0 again in each process.
 

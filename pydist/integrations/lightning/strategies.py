@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.errors import InvalidUsage
-from pydist.integrations.lightning.loaders import counted_by_fabric, marking, shared
+from pydist.integrations.lightning.loaders import counted_by_fabric, marking, samplers_of, shared
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
 from pydist.parallel.wrapper import watch_outputs
 
@@ -57,6 +57,8 @@ class TrainerMethods(_JoinsPydist):
         # DDP's own switches averaging off at the end of a forward in which backwards have run:
         # with optimization by hand, whose training step runs inside of the wrapper's forward.
         self._forward_redirection = self._redirection_class()
+        # Those of the trainer's loaders.
+        self._samplers: list[pydist.DistributedSampler] = []
 
     def connect(self, model: Any) -> None:
         super().connect(model)
@@ -113,7 +115,12 @@ class TrainerMethods(_JoinsPydist):
 
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer
-        return shared(dataloader, pads=trainer.training)
+        loader = shared(dataloader, pads=trainer.training)
+        # The trainer says epochs. A loader that is shorter than others comes to its end more often.
+        for sampler in samplers_of(loader):
+            sampler.repeats_epoch = True
+            self._samplers.append(sampler)
+        return loader
 
     def teardown(self) -> None:
         if isinstance(self.model, pydist.DataParallel):
@@ -121,6 +128,10 @@ class TrainerMethods(_JoinsPydist):
         # The model goes on without pydist, and is saved and copied as it came.
         if self.lightning_module is not None:
             self.lightning_module.__dict__.pop("log", None)
+        # A loader that the script has prepared goes on by itself again.
+        for sampler in self._samplers:
+            sampler.repeats_epoch = False
+        self._samplers.clear()
         super().teardown()
 
 
