@@ -433,7 +433,9 @@ def prepared_with(
     kind = type(loader)
     # A loader's class may do things of its own in __iter__: it goes on doing them, below ours.
     made: type[PreparedLoader[T]] = PreparedLoader
-    if kind is not DataLoader:
+    if issubclass(kind, PreparedLoader):
+        made = kind
+    elif kind is not DataLoader:
         made = type(f"Prepared{kind.__name__}", (PreparedLoader, kind), {"_kind": kind})
     _sampler_of(source).keep_attendance()
     prepared: PreparedLoader[T] = made.__new__(made)

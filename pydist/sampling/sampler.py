@@ -346,6 +346,10 @@ class DistributedSampler(distributed.DistributedSampler[int]):
             what = f"{len(self.order)} {self.order.name}"
             self._attendance = Attendance(self.rank, self.num_replicas, what)
 
+    def attend_for(self, empty: DistributedSampler) -> None:
+        """Counts as having begun the other one's share, in which this rank has no samples."""
+        self._attendance = empty._attendance
+
     def settle_seed(self) -> int:
         """The seed, which the ranks agree on if they have not yet; see `SeedChoice.settle`."""
         if self._choice is not None:

@@ -3,6 +3,8 @@
 import contextlib
 import importlib
 import importlib.util
+import math
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 import toy_training as toy
 from launch import Ranks, run_ranks
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pydist import _native
 
@@ -124,6 +127,95 @@ def test_every_sample_counts_once_over_uneven_shares(two: Ranks, method: str) ->
     assert sorted(number for *_, seen in outcomes for number in seen) == list(range(7))
     for mean, whole, _ in outcomes:
         assert mean == pytest.approx(whole, rel=1e-6)
+
+
+@toy.leaving()
+def evaluated_with_few(method: str) -> dict[str, float]:
+    """What a rank has logged of two loaders, of two samples and of seven."""
+    trainer = runs.trainer_of("lightning", "pydist", 3)
+
+    class Logs(type(runs.regression("lightning", 2, 2))):  # type: ignore[misc]
+        def validation_step(self, batch: Any, step: int, dataloader_idx: int = 0) -> None:
+            numbers, _, _ = batch
+            value = numbers.float().mean() + 5
+            everyone = {"sync_dist": True, "add_dataloader_idx": False}
+            each = f"{dataloader_idx}"
+            self.log(f"mean {each}", value, **everyone)
+            self.log(f"infinite {each}", value / (numbers.sum() != 0), **everyone)
+            self.log(f"number {each}", int(numbers.sum()), reduce_fx="sum", **everyone)
+            self.log(f"max {each}", numbers.max(), reduce_fx=torch.max, **everyone)
+            self.log(f"min {each}", numbers.min() + 1, reduce_fx="min", **everyone)
+
+        test_step = validation_step
+
+    loaders = [DataLoader(toy.Points(length), 2) for length in (2, 7)]
+    results = getattr(trainer, method)(Logs(), loaders, verbose=False)
+    return {name: value for each in results for name, value in each.items()}
+
+
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_a_rank_without_samples_takes_no_part_in_what_is_logged(method: str) -> None:
+    arguments = (evaluated_with_few, 3, method)
+    for results in run_ranks(*arguments, env=runs.TORCHRUN, timeout=LIMIT_S):
+        assert results.pop("infinite 0") == math.inf  # of sample 0 itself, on the first rank
+        results.pop("infinite 1")
+        assert results == pytest.approx(
+            {"mean 0": 5.5, "number 0": 1, "max 0": 1, "min 0": 1}
+            | {"mean 1": 8, "number 1": 21, "max 1": 6, "min 1": 1}
+        )
+
+
+@toy.leaving()
+def trained_with_few(length: int) -> Any:
+    """Two epochs with a validation of few samples, whose mean decides when to end.
+
+    Returns:
+        The mean of the last validation, that of one process, the epoch, and the warnings.
+    """
+    callbacks = importlib.import_module("lightning.pytorch.callbacks")
+    given = [callbacks.EarlyStopping("val_loss", check_finite=True)]
+    settings = {"max_epochs": 2, "callbacks": given}
+    trainer = runs.trainer_of("lightning", "pydist", 3, **settings)
+    model = runs.regression("lightning", 24, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, val_dataloaders=DataLoader(toy.Points(length), 2))
+    points = [toy.Points(length)[index] for index in range(length)]
+    _, inputs, targets = (torch.stack(column) for column in zip(*points, strict=True))
+    with torch.no_grad():
+        whole = nn.functional.mse_loss(model.network(inputs), targets)
+    said = [str(each.message) for each in caught]
+    return float(trainer.callback_metrics["val_loss"]), float(whole), trainer.current_epoch, said
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_training_validates_with_fewer_samples_than_ranks(length: int) -> None:
+    for mean, whole, epoch, said in run_ranks(
+        trained_with_few, 3, length, env=runs.TORCHRUN, timeout=LIMIT_S
+    ):
+        assert mean == pytest.approx(whole, rel=1e-5)
+        assert epoch == 2
+        assert not [text for text in said if "did not begin" in text]
+
+
+@toy.leaving()
+def evaluated_together() -> None:
+    combined = importlib.import_module("lightning.pytorch.utilities").CombinedLoader
+    trainer = runs.trainer_of("lightning", "pydist", 3)
+
+    class Logs(type(runs.regression("lightning", 2, 2))):  # type: ignore[misc]
+        def validation_step(self, batch: Any, step: int) -> None:
+            self.log("sum", batch[0][0].float().sum(), sync_dist=True, batch_size=1)
+
+    loaders = [DataLoader(toy.Points(length), 2) for length in (2, 7)]
+    trainer.validate(Logs(), combined(loaders, "max_size_cycle"), verbose=False)
+
+
+def test_what_loaders_that_are_evaluated_together_cant_weigh_is_refused() -> None:
+    with Ranks(3, runs.TORCHRUN) as ranks:
+        outcomes = ranks.outcomes(evaluated_together, timeout=LIMIT_S)
+    assert outcomes[2].error == "InvalidUsage"
+    assert "one loader after the other" in outcomes[2].message
 
 
 @toy.leaving()

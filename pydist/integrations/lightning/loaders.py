@@ -9,6 +9,7 @@ import torch.utils.data as torch_data
 
 import pydist
 from pydist.integrations.torch_order import share_in_torchs_order
+from pydist.sampling.loader import prepared_with
 
 
 class _RanksOfLightning(int):
@@ -50,9 +51,17 @@ def shared(loader: Any, *, pads: bool) -> Any:
     )
 
 
-def samplers_of(loader: Any) -> list[pydist.DistributedSampler]:
-    """What holds order and position of a loader; none if the loader can't be resumed."""
-    return [loader.distributed_sampler] if isinstance(loader, pydist.PreparedLoader) else []
+def stand_in(loader: pydist.PreparedLoader[Any]) -> pydist.PreparedLoader[Any]:
+    """A loader of the data set's first sample, for a rank of whose samples there are none.
+
+    Lightning refuses a loader of no batches, and a rank without any would miss what the others do
+    together at the end of an evaluation.
+    """
+    sampler = pydist.DistributedSampler(loader.dataset, 1, 0, order=pydist.Sequential(1))
+    is_batched = loader.batch_sampler is not None
+    made = prepared_with(loader, pydist.BatchSampler(sampler, 1) if is_batched else sampler)
+    sampler.attend_for(loader.distributed_sampler)
+    return made
 
 
 class _EpochsOfFabric:

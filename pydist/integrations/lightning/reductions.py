@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -42,15 +44,66 @@ class Logged(NamedTuple):
     group: Any
 
 
-def log(model: Any, name: str, *args: Any, **kwargs: Any) -> None:
-    """The model's own `log`, which passes the name on to `reduce`."""
-    # Positions in Lightning's signature, behind the name; few pass a group, and fewer by position.
-    position = 8
-    if len(args) > position:
-        args = (*args[:position], Logged(name, args[position]), *args[position + 1 :])
-    else:
-        kwargs["sync_dist_group"] = Logged(name, kwargs.get("sync_dist_group"))
-    type(model).log(model, name, *args, **kwargs)
+# Behind the name, in the order of Lightning's signature: few pass more than a value by position.
+_POSITIONS = (
+    *("value", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "enable_graph"),
+    *("sync_dist", "sync_dist_group", "add_dataloader_idx", "batch_size"),
+)
+# What changes no maximum and no minimum; a sum, and the sum of a mean, are not changed by 0.
+_NEUTRAL = {"max": -math.inf, "min": math.inf}
+
+
+class _Call:
+    """The arguments of one `self.log(name, ...)`, each wherever the program has given it."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = list(args), kwargs
+
+    def get(self, name: str, default: Any = None) -> Any:
+        place = _POSITIONS.index(name)
+        return self.args[place] if place < len(self.args) else self.kwargs.get(name, default)
+
+    def put(self, name: str, value: Any) -> None:
+        place = _POSITIONS.index(name)
+        if place < len(self.args):
+            self.args[place] = value
+        else:
+            self.kwargs[name] = value
+
+    def count_nothing(self) -> None:
+        """Lets the value take no part in what all ranks have at the end of the epoch."""
+        self.put("batch_size", 0)
+        value, kind = self.get("value"), self.get("reduce_fx", "mean")
+        kind = kind.lower() if isinstance(kind, str) else getattr(kind, "__name__", "")
+        # At each step Lightning takes the mean of the ranks, whatever the samples.
+        if self.get("on_step") and kind not in ("sum", "max", "min"):
+            return
+        neutral = _NEUTRAL.get(kind, 0.0)
+        if isinstance(value, Tensor):
+            dtype = value.dtype if value.is_floating_point() else torch.get_default_dtype()
+            self.put("value", torch.full_like(value, neutral, dtype=dtype))
+        elif isinstance(value, int | float):
+            self.put("value", neutral)
+
+
+def log(
+    model: Any, counts_nothing: Callable[[], bool], name: str, *args: Any, **kwargs: Any
+) -> None:
+    """The model's own `log`, which passes the name on to `reduce`.
+
+    Args:
+        model: Whose `log` it is.
+        counts_nothing: Whether the batch stands in for samples that this rank has not.
+        name: Of the value.
+        *args: Lightning's own.
+        **kwargs: Lightning's own.
+    """
+    call = _Call(args, kwargs)
+    call.put("sync_dist_group", Logged(name, call.get("sync_dist_group")))
+    # Without `sync_dist` a rank's mean is of its own samples alone, and of none it would be 0 / 0.
+    if call.get("sync_dist") and counts_nothing():
+        call.count_nothing()
+    type(model).log(model, name, *call.args, **call.kwargs)
 
 
 def reduce_logged(value: Tensor, logged: Logged, reduce_op: str, wrapper: Any) -> Tensor:

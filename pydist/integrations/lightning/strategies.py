@@ -16,9 +16,16 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.errors import InvalidUsage
-from pydist.integrations.lightning.loaders import counted_by_fabric, marking, samplers_of, shared
+from pydist.integrations.lightning.loaders import counted_by_fabric, marking, shared, stand_in
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
 from pydist.parallel.wrapper import watch_outputs
+
+# Lightning's names of where a value is logged that is of one batch of an evaluation.
+_WITHIN_EVALUATION = frozenset(
+    hook.format(kind)
+    for kind in ("validation", "test")
+    for hook in ("{}_step", "on_{}_batch_start", "on_{}_batch_end")
+)
 
 # Lightning's class that comes next, for type checkers.
 _Base: Any = object
@@ -59,10 +66,14 @@ class TrainerMethods(_JoinsPydist):
         self._forward_redirection = self._redirection_class()
         # Those of the trainer's loaders.
         self._samplers: list[pydist.DistributedSampler] = []
+        # Loaders that stand in for samples which this rank has not, and the number of the loader
+        # that the latest batch is from.
+        self._stand_ins: list[pydist.PreparedLoader[Any]] = []
+        self._loader_index = 0
 
     def connect(self, model: Any) -> None:
         super().connect(model)
-        model.log = functools.partial(log, model)
+        model.log = functools.partial(log, model, self._stands_in)
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
@@ -116,11 +127,36 @@ class TrainerMethods(_JoinsPydist):
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self.lightning_module.trainer
         loader = shared(dataloader, pads=trainer.training)
+        if not isinstance(loader, pydist.PreparedLoader):
+            return loader
+        if len(loader) == 0 and (trainer.evaluating or trainer.sanity_checking):
+            loader = stand_in(loader)
+            self._stand_ins.append(loader)
         # The trainer says epochs. A loader that is shorter than others comes to its end more often.
-        for sampler in samplers_of(loader):
-            sampler.repeats_epoch = True
-            self._samplers.append(sampler)
+        sampler = loader.distributed_sampler
+        sampler.repeats_epoch = True
+        self._samplers.append(sampler)
         return loader
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        self._loader_index = dataloader_idx
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _stands_in(self) -> bool:
+        """Whether what is logged now is of a sample that another rank has as well."""
+        model = self.lightning_module
+        if not self._stand_ins or model._current_fx_name not in _WITHIN_EVALUATION:
+            return False
+        combined = model.trainer._evaluation_loop._combined_loader
+        loaders = combined.flattened
+        if len(loaders) > 1 and combined._mode != "sequential":
+            raise InvalidUsage(
+                f"rank {pydist.rank()} has no samples of one of the {len(loaders)} loaders that "
+                f"CombinedLoader(mode={combined._mode!r}) evaluates together, so what is logged of "
+                "a batch of all can't be weighed by its samples: give that loader as many samples "
+                "as there are ranks, or evaluate one loader after the other (mode='sequential')."
+            )
+        return any(loaders[self._loader_index] is each for each in self._stand_ins)
 
     def teardown(self) -> None:
         if isinstance(self.model, pydist.DataParallel):
@@ -132,6 +168,7 @@ class TrainerMethods(_JoinsPydist):
         for sampler in self._samplers:
             sampler.repeats_epoch = False
         self._samplers.clear()
+        self._stand_ins.clear()
         super().teardown()
 
 
