@@ -199,6 +199,35 @@ def test_training_validates_with_fewer_samples_than_ranks(length: int) -> None:
 
 
 @toy.leaving()
+def gathered_in_each_step(method: str, logs: bool) -> None:
+    """Three batches on the first rank and two on the second."""
+    trainer = runs.trainer_of("lightning", "pydist", 2)
+
+    class Gathers(type(runs.regression("lightning", 5, 1))):  # type: ignore[misc]
+        def validation_step(self, batch: Any, step: int) -> None:
+            self.all_gather(batch[1].mean())
+            if logs:
+                self.log("input", batch[1].mean(), sync_dist=True)
+
+        test_step = validation_step
+
+    getattr(trainer, method)(Gathers(), verbose=False)
+
+
+@pytest.mark.parametrize("logs", [False, True])
+@pytest.mark.parametrize("method", ["validate", "test"])
+def test_ranks_out_of_step_are_told_of_unequally_many_batches(method: str, logs: bool) -> None:
+    with Ranks(2, runs.TORCHRUN) as ranks:
+        outcomes = ranks.outcomes(gathered_in_each_step, method, logs, timeout=LIMIT_S)
+    # Without anything that is logged the second rank has nothing to wait for.
+    # With it, the first to raise may leave before the other has seen why.
+    assert outcomes[0].error in (["Mismatch", "PeerLost"] if logs else ["PeerLost"])
+    for outcome in outcomes if logs else outcomes[:1]:
+        assert "unequally many batches, from 2 to 3" in outcome.message
+        assert "at the end of the epoch" in outcome.message
+
+
+@toy.leaving()
 def evaluated_together() -> None:
     combined = importlib.import_module("lightning.pytorch.utilities").CombinedLoader
     trainer = runs.trainer_of("lightning", "pydist", 3)

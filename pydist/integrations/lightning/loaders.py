@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,6 +63,17 @@ def stand_in(loader: pydist.PreparedLoader[Any]) -> pydist.PreparedLoader[Any]:
     made = prepared_with(loader, pydist.BatchSampler(sampler, 1) if is_batched else sampler)
     sampler.attend_for(loader.distributed_sampler)
     return made
+
+
+def batches_of_ranks(loader: pydist.PreparedLoader[Any]) -> tuple[int, int]:
+    """How many batches the first rank has of an evaluation, and the last one, as its `stand_in`."""
+    batched, sampler = loader.batch_sampler, loader.distributed_sampler
+    if isinstance(batched, pydist.BatchSampler):
+        share = sampler.share(batched.global_batch_size, drops_last_step=batched.drop_last)
+    else:
+        share = sampler.share(sampler.num_replicas)
+    last = dataclasses.replace(share, rank=sampler.num_replicas - 1)
+    return dataclasses.replace(share, rank=0).steps, max(1, last.steps)
 
 
 class _EpochsOfFabric:

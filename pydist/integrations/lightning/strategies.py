@@ -15,8 +15,14 @@ from typing import Any
 from torch import Tensor, nn
 
 import pydist
-from pydist.errors import InvalidUsage
-from pydist.integrations.lightning.loaders import counted_by_fabric, marking, shared, stand_in
+from pydist.errors import InvalidUsage, Mismatch, PeerLost, Timeout
+from pydist.integrations.lightning.loaders import (
+    batches_of_ranks,
+    counted_by_fabric,
+    marking,
+    shared,
+    stand_in,
+)
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
 from pydist.parallel.wrapper import watch_outputs
 
@@ -70,6 +76,8 @@ class TrainerMethods(_JoinsPydist):
         # that the latest batch is from.
         self._stand_ins: list[pydist.PreparedLoader[Any]] = []
         self._loader_index = 0
+        # What to say of an evaluation in which ranks have unequally many batches.
+        self._uneven = ""
 
     def connect(self, model: Any) -> None:
         super().connect(model)
@@ -121,7 +129,8 @@ class TrainerMethods(_JoinsPydist):
             # else to an operation of Lightning's, in all ranks' group. It is found at once where
             # both are in one group.
             wrapper = self.model if self._is_in_training_step else None
-            return reduce_logged(tensor, group, reduce_op, wrapper)
+            with self._telling_of_uneven_batches():
+                return reduce_logged(tensor, group, reduce_op, wrapper)
         return reduce(tensor, group, reduce_op)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -129,14 +138,42 @@ class TrainerMethods(_JoinsPydist):
         loader = shared(dataloader, pads=trainer.training)
         if not isinstance(loader, pydist.PreparedLoader):
             return loader
-        if len(loader) == 0 and (trainer.evaluating or trainer.sanity_checking):
-            loader = stand_in(loader)
-            self._stand_ins.append(loader)
+        if trainer.evaluating or trainer.sanity_checking:
+            most, least = batches_of_ranks(loader)
+            if most != least:
+                self._uneven = (
+                    "In this evaluation ranks have unequally many batches, from "
+                    f"{least} to {most}: call nothing for each batch that takes all ranks "
+                    "(self.all_gather, self.log(..., sync_dist=True, on_step=True)), but at the "
+                    "end of the epoch."
+                )
+            if len(loader) == 0:
+                loader = stand_in(loader)
+                self._stand_ins.append(loader)
         # The trainer says epochs. A loader that is shorter than others comes to its end more often.
         sampler = loader.distributed_sampler
         sampler.repeats_epoch = True
         self._samplers.append(sampler)
         return loader
+
+    @contextlib.contextmanager
+    def _telling_of_uneven_batches(self) -> Iterator[None]:
+        """Adds to an error of ranks that are out of step what may have brought them there."""
+        try:
+            yield
+        except (Mismatch, PeerLost, Timeout) as error:
+            trainer = self.lightning_module.trainer
+            if not self._uneven or trainer.training:
+                raise
+            raise type(error)(f"{error} {self._uneven}", **error.blame) from error
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling_of_uneven_batches():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling_of_uneven_batches():
+            return super().test_step(*args, **kwargs)
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
         self._loader_index = dataloader_idx
@@ -169,6 +206,7 @@ class TrainerMethods(_JoinsPydist):
             sampler.repeats_epoch = False
         self._samplers.clear()
         self._stand_ins.clear()
+        self._uneven = ""
         super().teardown()
 
 
