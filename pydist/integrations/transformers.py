@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import transformers
 import transformers.trainer
 from accelerate.optimizer import AcceleratedOptimizer
@@ -62,7 +64,13 @@ class GlobalBatch(TrainerCallback, ExportableState):  # named in trainer_state.j
             )
 
 
-class _ShardingAccelerator(Accelerator):
+class _TrainersAccelerator(Accelerator):
+    """Speaks of arguments of the Trainer's."""
+
+    _needed_on_cpus = "TrainingArguments(use_cpu=True)"
+
+
+class _ShardingAccelerator(_TrainersAccelerator):
     """Shards an optimizer where Transformers has it prepared: by then the model is wrapped."""
 
     def __init__(self, *args: Any, shard: Callable[[Any], Any], **kwargs: Any) -> None:
@@ -74,6 +82,19 @@ class _ShardingAccelerator(Accelerator):
         if not isinstance(optimizer, AcceleratedOptimizer):
             optimizer = self._shard(optimizer)
         return super().prepare_optimizer(optimizer, device_placement)
+
+
+def _warn_of_another_backend() -> None:
+    """Says what does not run on pydist, where Transformers has made the process group before."""
+    if pydist.is_initialized() or not dist.is_initialized() or dist.get_backend() == "pydist":
+        return
+    warnings.warn(
+        f"the process group was made with backend '{dist.get_backend()}' before pydist joined the "
+        "job, as TrainingArguments does: gradients are averaged by pydist, but whatever else "
+        "Transformers asks of all processes goes through that backend. Call pydist.init() before "
+        "TrainingArguments, and all of it runs on pydist.",
+        stacklevel=3,
+    )
 
 
 class Trainer(transformers.Trainer):
@@ -122,6 +143,7 @@ class Trainer(transformers.Trainer):
                 "optimizer is not sharded: leave it out, or give sharded=1 or 2."
             )
         self._stage, self._master_weights = sharded, master_weights
+        _warn_of_another_backend()
         super().__init__(*args, **kwargs)
         if sharded:
             self._refuse_beside_sharding()
@@ -140,7 +162,7 @@ class Trainer(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Transformers' own, with pydist's Accelerator."""
-        kind: Any = Accelerator
+        kind: Any = _TrainersAccelerator
         if self._stage:
             kind = functools.partial(_ShardingAccelerator, shard=self._sharded)
         # The losses are scaled here, or weighted in `training_step`.

@@ -86,15 +86,19 @@ def require_same_batch(of_state: int, batch: int, ranks: int) -> None:
         batch: The same of the batches that are to follow.
         ranks: How many ranks share these.
     """
-    if batch and of_state and batch != of_state:
-        raise InvalidUsage(
-            f"the state is from the middle of an epoch with batches of {of_state} samples over "
-            f"all ranks, and those of these {ranks} ranks are of {batch}: what "
-            "follows would be another training. Give global_batch_size="
-            f"{of_state} to BatchSampler, which any number of ranks up to that can share, or "
-            "resume from the end of an epoch; if other batches are what you want, load "
-            "{**state, 'batch': 0}."
-        )
+    if not batch or not of_state or batch == of_state:
+        return
+    each, rest = divmod(of_state, ranks)
+    evenly = "" if rest or not each else f"batch_size={each}, a rank's, on these {ranks} ranks, or "
+    raise InvalidUsage(
+        f"the state is from the middle of an epoch with batches of {of_state} samples over all "
+        f"ranks, and those of these {ranks} ranks are of {batch}: what follows would be another "
+        f"training. Keep {of_state}: {evenly}batch_size={of_state} of all ranks together, which "
+        "any number up to that can share (pydist.prepare(loader, split_batches=True), Accelerate's "
+        "DataLoaderConfiguration(split_batches=True), pydist.BatchSampler(sampler, "
+        f"global_batch_size={of_state})). Or resume from the end of an epoch. If other batches are "
+        "what you want, load {**state, 'batch': 0} into the sampler or loader."
+    )
 
 
 def _hint_at_shuffle(digest: int) -> str:

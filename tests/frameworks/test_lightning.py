@@ -418,7 +418,7 @@ def test_resuming_with_another_global_batch_is_refused(two: Ranks, tmp_path: Pat
     with Ranks(2, runs.TORCHRUN) as ranks:
         for outcome in ranks.outcomes(resumed_with, path, 3, timeout=LIMIT_S):
             assert outcome.error == "InvalidUsage"
-            assert "batch" in outcome.message
+            assert "batch_size=6, a rank's, on these 2 ranks" in outcome.message
 
 
 @toy.leaving()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 import transformers_runs as runs
+from transformers import TrainingArguments
+
+import pydist
+from pydist.integrations.transformers import Trainer
 
 LIMIT_S = 80.0
 pytestmark = pytest.mark.timeout(240)
@@ -127,3 +132,41 @@ def test_another_number_of_samples_in_a_step_is_refused(two: Ranks, tmp_path: Pa
     ):
         assert outcome.error == "InvalidUsage", outcome.describe()
         assert "8 samples in a step" in outcome.message
+
+
+@runs.leaving()
+def began(calls_init: bool) -> tuple[list[str], str, str]:
+    """The warnings of making a Trainer, torch's backend, and what pydist averages on."""
+    if calls_init:
+        pydist.init()
+    arguments = TrainingArguments("unused", use_cpu=True, report_to=[])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            Trainer(runs.language_model(), arguments, train_dataset=runs.Lines(8))
+    said = [str(each.message) for each in caught if "pydist.init()" in str(each.message)]
+    return said, torch.distributed.get_backend(), pydist.backend()
+
+
+def test_a_group_that_was_there_before_is_told_of_once() -> None:
+    for said, backend, engine in run_ranks(began, 2, False, timeout=LIMIT_S):
+        assert (backend, engine) == ("gloo", "native")
+        (text,) = said
+        assert "backend 'gloo'" in text
+    for said, backend, _ in run_ranks(began, 2, True, timeout=LIMIT_S):
+        assert (said, backend) == ([], "pydist")
+
+
+@runs.leaving()
+def counted_without_cpu() -> None:
+    pydist.init()
+    arguments = TrainingArguments("unused", report_to=[])
+    Trainer(runs.language_model(), arguments, train_dataset=runs.Lines(8))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate counts processes there")
+def test_a_machine_without_gpus_is_told_of_use_cpu() -> None:
+    for outcome in rank_outcomes(counted_without_cpu, 2, timeout=LIMIT_S):
+        assert outcome.error == "InvalidUsage", outcome.describe()
+        assert "TrainingArguments(use_cpu=True)" in outcome.message
+        assert "--multi_gpu --num_processes 2" in outcome.message

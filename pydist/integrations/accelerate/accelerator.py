@@ -48,6 +48,9 @@ class Accelerator(accelerate.Accelerator):
             that pydist does not do: DeepSpeed, FSDP, Megatron-LM, or another backend.
     """
 
+    # What a script gives, so that Accelerate counts processes on a machine without GPUs.
+    _needed_on_cpus = "Accelerator(cpu=True)"
+
     def __init__(self, *args: Any, weights_uneven_batches: bool = True, **kwargs: Any) -> None:
         given = [
             handler
@@ -65,8 +68,9 @@ class Accelerator(accelerate.Accelerator):
         if self.num_processes != pydist.world_size():
             raise InvalidUsage(
                 f"the job has {pydist.world_size()} processes, and Accelerate counts "
-                f"{self.num_processes}: on CPUs it needs Accelerator(cpu=True), or accelerate "
-                "launch --cpu."
+                f"{self.num_processes}: on CPUs it needs {self._needed_on_cpus}. Start several "
+                "processes there by torchrun, by `pydist run -n 2`, or by `accelerate launch "
+                "--multi_gpu --num_processes 2`; with --cpu that starts one."
             )
         self.register_save_state_pre_hook(self._save_place)
         self.register_load_state_pre_hook(self._load_place)

@@ -253,6 +253,11 @@ def test_states_are_a_few_whole_numbers_that_fit_their_data_set() -> None:
         batch_samplers(100, 4, 32, shuffle=False)[0].load_state_dict(state)
     with pytest.raises(pydist.InvalidUsage, match=r"batches of 32 .* of these 3 ranks are of 33"):
         pydist.BatchSampler(samplers(100, 3)[0], 11).load_state_dict(state)
+    # What to do instead, for those who have written no BatchSampler either.
+    with pytest.raises(pydist.InvalidUsage, match=r"Keep 32: batch_size=32 of all ranks together"):
+        pydist.BatchSampler(samplers(100, 3)[0], 11).load_state_dict(state)
+    with pytest.raises(pydist.InvalidUsage, match="Keep 32: batch_size=16, a rank's, on these 2"):
+        pydist.BatchSampler(samplers(100, 2)[0], 11).load_state_dict(state)
     # The number of ranks need not divide the batch.
     batch_samplers(100, 3, 32)[0].load_state_dict(state)
     # Loaded into the sampler beneath, it is found when the epoch begins.
