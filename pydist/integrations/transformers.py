@@ -9,8 +9,8 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Literal
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,9 @@ import transformers.trainer
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import find_batch_size
 from torch import Tensor, nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.utils.import_utils import check_torch_load_is_safe
 
 import pydist
 from pydist.errors import InvalidUsage
@@ -32,8 +34,29 @@ _IGNORED = -100
 __all__ = ["Trainer"]
 
 
-def _load_to_host(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return load(*args, **{**kwargs, "map_location": "cpu"})
+@contextlib.contextmanager
+def _making_accelerators(make: Callable[..., Any]) -> Iterator[None]:
+    """Has Transformers make its Accelerator by a function of ours inside.
+
+    It takes the class from its own module, and a subclass can give arguments alone.
+    """
+    own = transformers.trainer.Accelerator
+    transformers.trainer.Accelerator = make
+    try:
+        yield
+    finally:
+        transformers.trainer.Accelerator = own
+
+
+class _Saved:
+    """In place of an optimizer while Transformers saves it: has its whole state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What Transformers saves of an optimizer."""
+        return self._state
 
 
 class GlobalBatch(TrainerCallback, ExportableState):  # named in trainer_state.json
@@ -124,6 +147,8 @@ class Trainer(transformers.Trainer):
     """
 
     loss_is_scaled_for_ga: bool | None
+    optimizer: Any
+    lr_scheduler: Any
 
     def __init__(
         self,
@@ -167,7 +192,7 @@ class Trainer(transformers.Trainer):
             kind = functools.partial(_ShardingAccelerator, shard=self._sharded)
         # The losses are scaled here, or weighted in `training_step`.
         ours = functools.partial(kind, weights_uneven_batches=False)
-        with mock.patch.object(transformers.trainer, "Accelerator", ours):
+        with _making_accelerators(ours):
             super().create_accelerator_and_postprocess()
 
     def _sharded(self, optimizer: Any) -> Any:
@@ -187,14 +212,16 @@ class Trainer(transformers.Trainer):
     def _saving_whole_state(self) -> Iterator[None]:
         """Has the whole state of a sharded optimizer saved inside. Every process enters it."""
         optimizer = self.optimizer
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        whole = whole_state(optimizer)
+        is_prepared = isinstance(optimizer, AcceleratedOptimizer)
+        whole = whole_state(optimizer.optimizer if is_prepared else optimizer)
         if whole is None:
             yield
             return
-        with mock.patch.object(self.optimizer, "state_dict", return_value=whole):
+        self.optimizer = _Saved(whole)
+        try:
             yield
+        finally:
+            self.optimizer = optimizer
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Transformers' own, with the whole state of a sharded optimizer."""
@@ -211,12 +238,16 @@ class Trainer(transformers.Trainer):
 
         Otherwise Transformers would load it onto each process's GPU, of which it may be too much.
         """
-        if not self._stage:
+        if not self._stage or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load = functools.partial(_load_to_host, torch.load)
-        with mock.patch.object(torch, "load", load):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        parts = {OPTIMIZER_NAME: self.optimizer, SCHEDULER_NAME: self.lr_scheduler}
+        paths = {name: Path(checkpoint, name) for name in parts}
+        if not all(path.is_file() for path in paths.values()):
+            return  # Transformers goes on without, too, as after save_only_model=True
+        check_torch_load_is_safe()
+        for name, path in paths.items():
+            parts[name].load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
 
     def training_step(
         self,
