@@ -66,7 +66,9 @@ def tree_of(package: str) -> Any:
     return importlib.import_module("lightning.pytorch" if package == "lightning" else package)
 
 
-def regression(package: str, length: int, batch_size: int, *, shuffle: bool = False) -> Any:
+def regression(
+    package: str, length: int, batch_size: int, *, shuffle: bool = False, num_workers: int = 0
+) -> Any:
     """A LightningModule that takes down its losses, and the numbers of the samples it got."""
 
     class Regression(tree_of(package).LightningModule):  # type: ignore[misc]
@@ -101,7 +103,9 @@ def regression(package: str, length: int, batch_size: int, *, shuffle: bool = Fa
             return torch.optim.AdamW(self.parameters(), lr=0.05)
 
         def train_dataloader(self) -> Any:
-            return DataLoader(toy.Points(length), batch_size, shuffle=shuffle)
+            return DataLoader(
+                toy.Points(length), batch_size, shuffle=shuffle, num_workers=num_workers
+            )
 
         def val_dataloader(self) -> Any:
             return DataLoader(toy.Points(length), batch_size)

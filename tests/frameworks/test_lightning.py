@@ -280,20 +280,26 @@ def test_the_gan_tutorial_needs_no_flag(two: Ranks) -> None:
     torch.testing.assert_close(ours[0][1], theirs[0][1], rtol=1e-4, atol=1e-5)
 
 
+# Of the trainings that are halted and resumed. Workers fetch batches ahead of the position.
+SHUFFLED: dict[str, Any] = {"shuffle": True, "num_workers": 1}
+
+
 @toy.leaving()
-def halted(path: str) -> Any:
+def halted(path: str, length: int = 36) -> Any:
     """Trains to the end, and saves after the 5th of 9 steps: the second of the second epoch."""
+    toy.allow_workers()
     callbacks = [runs.saving_at("lightning", 5, path)]
     trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=3, callbacks=callbacks)
-    model = runs.regression("lightning", length=36, batch_size=6)
+    model = runs.regression("lightning", length, batch_size=6, **SHUFFLED)
     trainer.fit(model)
     return model.losses, model.seen
 
 
 @toy.leaving()
-def resumed(path: str, ranks: int) -> Any:
+def resumed(path: str, length: int, ranks: int) -> Any:
+    toy.allow_workers()
     trainer = runs.trainer_of("lightning", "pydist", ranks, max_epochs=3)
-    model = runs.regression("lightning", length=36, batch_size=12 // ranks)
+    model = runs.regression("lightning", length, batch_size=12 // ranks, **SHUFFLED)
     trainer.fit(model, ckpt_path=path)
     return model.losses, model.seen
 
@@ -317,9 +323,31 @@ def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_ranks(
     for epoch in range(3):
         seen = sorted(n for _, numbers in whole[3 * epoch : 3 * epoch + 3] for n in numbers)
         assert seen == list(range(36))
-    rest = steps_of(run_ranks(resumed, ranks, path, ranks, env=runs.TORCHRUN, timeout=LIMIT_S))
+        assert [numbers for _, numbers in whole[:3]] != [numbers for _, numbers in whole[3:6]]
+    rest = steps_of(run_ranks(resumed, ranks, path, 36, ranks, env=runs.TORCHRUN, timeout=LIMIT_S))
     assert [numbers for _, numbers in rest] == [numbers for _, numbers in whole[5:]]
     assert [loss for loss, _ in rest] == pytest.approx([loss for loss, _ in whole[5:]], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_an_epoch_that_is_filled_up_goes_on_with_any_number_of_ranks(
+    two: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    """Of 33 samples, the last 9 of an epoch: two ranks have 5 each, and three have 3."""
+    path = str(tmp_path / "amid.ckpt")
+    whole = steps_of(two.run(halted, path, 33, timeout=LIMIT_S))
+    rest = steps_of(run_ranks(resumed, ranks, path, 33, ranks, env=runs.TORCHRUN, timeout=LIMIT_S))
+    if ranks == 2:
+        assert rest == whole[5:]
+    filled = [12, 12, 10] if ranks == 2 else [12, 12, 9]
+    assert [len(numbers) for _, numbers in rest] == [filled[-1], *filled]
+    amid = {n for _, numbers in whole[3:5] for n in numbers}
+    assert amid | set(rest[0][1]) == set(range(33))
+    for step, (_, numbers) in enumerate(rest):
+        # What fills up a batch is from the front of the epoch.
+        repeated = set(whole[5 + step][1]) - set(numbers)
+        assert len(repeated) <= (ranks != 2)
+        assert set(numbers) <= set(whole[5 + step][1])
 
 
 @toy.leaving()
@@ -409,7 +437,7 @@ def test_a_rank_that_logs_fewer_names_ends_the_training(on_step: bool) -> None:
 @toy.leaving()
 def resumed_with(path: str, batch_size: int) -> None:
     trainer = runs.trainer_of("lightning", "pydist", 2, max_epochs=3)
-    trainer.fit(runs.regression("lightning", 36, batch_size), ckpt_path=path)
+    trainer.fit(runs.regression("lightning", 36, batch_size, shuffle=True), ckpt_path=path)
 
 
 def test_resuming_with_another_global_batch_is_refused(two: Ranks, tmp_path: Path) -> None:

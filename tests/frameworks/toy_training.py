@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import multiprocessing
 from collections.abc import Iterator
 
 import torch
@@ -31,6 +32,11 @@ def network() -> nn.Module:
     """The same on every rank and in every process."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def allow_workers() -> None:
+    """Lets a rank of a test have loaders with workers: ranks are daemons, which Python forbids."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -16,9 +16,9 @@ from pydist.sampling.loader import prepared_with
 class _RanksOfLightning(int):
     """The number of ranks in a sampler that Lightning makes; a script's own sampler has an int.
 
-    Both are torch's DistributedSampler. Lightning's is replaced by one that can be resumed; a script
-    may call its own, and has decided itself what each rank gets, so that one has to stay. Lightning
-    takes arguments for its samplers from the strategy, and nothing else tells the two apart.
+    Both are torch's DistributedSampler. Lightning's is replaced by one that can be resumed. One of
+    the script's has to stay: it says what each rank gets, and the script may call it. Nothing else
+    tells the two apart: Lightning asks the strategy for the arguments of the samplers it makes.
     """
 
 
