@@ -14,6 +14,8 @@ from launch import Ranks, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
+import pydist
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
     reason="lightning is not installed: make test-frameworks installs it",
@@ -66,6 +68,32 @@ def test_the_same_losses_and_checkpoint_as_ddp(
     for own, their in zip(ours, theirs, strict=True):
         assert own[0] == pytest.approx(their[0], rel=1e-6)
         torch.testing.assert_close(own[1], their[1], rtol=1e-5, atol=1e-6)
+
+
+@toy.leaving()
+def unevenly_shared(strategy: str, ranks: int) -> Any:
+    """Weights after four steps of 8 samples of all ranks, of which three have 3, 3 and 2."""
+    fabric = runs.fabric_of("lightning", strategy, ranks)
+    network = toy.network()
+    model, optimizer = fabric.setup(network, torch.optim.AdamW(network.parameters(), lr=0.05))
+    loader = DataLoader(toy.Points(32), batch_size=8)
+    for _, inputs, targets in fabric.setup_dataloaders(pydist.prepare(loader, split_batches=True)):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        with fabric.strategy.weighted(model, len(inputs)):
+            fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(pydist.InvalidUsage, match=r"fabric\.setup has returned"):
+        fabric.strategy.weighted(toy.network(), 1)
+    return runs.plain(network.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["pydist", "pydist_sharded"])
+def test_uneven_shares_can_be_weighted(strategy: str) -> None:
+    alone, *_ = run_ranks(unevenly_shared, 1, "pydist", 1, env=runs.TORCHRUN, timeout=LIMIT_S)
+    arguments = (unevenly_shared, 3, strategy, 3)
+    for weights in run_ranks(*arguments, env=runs.TORCHRUN, timeout=LIMIT_S):
+        torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-5)
 
 
 @toy.leaving()

@@ -230,13 +230,44 @@ class FabricMethods(_JoinsPydist):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._backward_sync_control = _SyncControl()
+        # Of each module that was set up, its wrapper, which Fabric's own hides.
+        self._wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+        self._wrappers = weakref.WeakKeyDictionary()
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
         pydist.init()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        return _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        wrapper = _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+        self._wrappers[module] = weakref.ref(wrapper)
+        return wrapper
+
+    def weighted(
+        self, module: nn.Module, weight: float | Tensor
+    ) -> contextlib.AbstractContextManager[None]:
+        """Lets backwards inside count for `weight`; see `pydist.DataParallel.weighted`.
+
+        Args:
+            module: What `fabric.setup` has returned.
+            weight: Of this rank's loss in the mean, such as the number of its samples.
+
+        Raises:
+            InvalidUsage: It is another module; and what `weighted` refuses.
+
+        Example::
+
+            with fabric.strategy.weighted(model, len(inputs)):
+                fabric.backward(loss)
+        """
+        found = self._wrappers.get(getattr(module, "module", module))
+        wrapper = None if found is None else found()
+        if not isinstance(wrapper, pydist.DataParallel):
+            raise InvalidUsage(
+                f"fabric.strategy.weighted got a {type(module).__name__} that this Fabric has not "
+                "set up: give it what fabric.setup has returned."
+            )
+        return wrapper.weighted(weight)
 
     def process_dataloader(self, dataloader: object) -> object:
         return counted_by_fabric(shared(dataloader, pads=True))
