@@ -74,6 +74,47 @@ def test_the_same_losses_and_weights_as_ddp(
         torch.testing.assert_close(outcome[1], theirs[0][1], rtol=tolerance, atol=tolerance)
 
 
+# In batches of 8 of all processes, 6 and 7 lines are left for the last one.
+@pytest.mark.parametrize("length", [30, 31])
+@pytest.mark.parametrize("even", [True, False])
+def test_the_last_step_of_an_epoch_is_that_of_ddp_as_the_docs_say(
+    two: Ranks, tmp_path: Path, length: int, even: bool
+) -> None:
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "length": length}
+    if not even:
+        settings["accelerator_config"] = {"even_batches": False}
+    ours, theirs = (
+        two.run(runs.trained, whose, "language", str(tmp_path), settings, None, timeout=LIMIT_S)
+        for whose in ("ours", "stock")
+    )
+    handed_out = 2 * (length if not even else length + length % 2)
+    assert sum(len(lines) for *_, lines in ours) == handed_out
+    assert sum(len(lines) for *_, lines in theirs) == (64 if even else 2 * length)
+    losses, expected = ours[0][0], theirs[0][0]
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-4)
+    is_same = not even or handed_out == 64
+    assert (losses == pytest.approx(expected, rel=1e-4)) == is_same
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_epoch_that_comes_out_unevenly_goes_on_with_any_number_of_processes(
+    two: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    folder = str(tmp_path)
+    config = {"split_batches": True, "even_batches": False}
+    settings = {**SPLIT, "length": 30, "accelerator_config": config}
+    outcomes = two.run(runs.trained, "ours", "language", folder, settings, None, timeout=LIMIT_S)
+    path = f"{folder}/checkpoint-6"
+    arguments = (runs.trained, ranks, "ours", "language", f"{folder}/rest", settings, path)
+    resumed = run_ranks(*arguments, timeout=LIMIT_S)
+    # Each of two processes has 15 lines of an epoch, 8 of them in its first two steps.
+    before = [line for outcome in outcomes for line in outcome[3][15:23]]
+    after = [line for outcome in resumed for line in outcome[3]]
+    assert sorted(before + after) == list(range(30))
+    assert resumed[0][0] == pytest.approx(outcomes[0][0][6:], rel=1e-4)
+    torch.testing.assert_close(resumed[0][1], outcomes[0][1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("kind", ["language", "tagger"])
 def test_means_over_uneven_tokens_are_those_of_one_process(

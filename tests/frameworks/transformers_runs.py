@@ -79,11 +79,13 @@ def trainer_of(
         model: To train; None with `model_init`.
         folder: For what is saved.
         records: Takes down the losses.
-        **settings: Of the Trainer, where it has such arguments, and of TrainingArguments.
+        **settings: Of the Trainer, where it has such arguments, and of TrainingArguments; or
+            `length`, in lines, of the data.
     """
     warnings.simplefilter("ignore")
     if whose == "stock on pydist":
         pydist.init()
+    length = settings.pop("length", 32)
     given = {name: settings.pop(name) for name in TRAINERS_OWN if name in settings}
     if whose.startswith("stage"):
         given["sharded"] = int(whose[-1])
@@ -107,7 +109,7 @@ def trainer_of(
     return Trainer(
         model,
         arguments,
-        train_dataset=Lines(32),
+        train_dataset=Lines(length),
         eval_dataset=Lines(8),
         callbacks=[records],
         **given,
