@@ -120,12 +120,12 @@ def backend_of_stock() -> str:
 
 
 @runs.leaving()
-def stepped(path: str, save_after: int | None, shuffle: bool, skips: bool) -> Any:
+def stepped(path: str, save_after: int | None, shuffle: bool, skips: bool, length: int = 32) -> Any:
     """Three epochs of batches of 8 of all ranks; or what is left of them, from a checkpoint."""
     from accelerate import DataLoaderConfiguration
 
     torch.manual_seed(11)
-    config = DataLoaderConfiguration(split_batches=True)
+    config = DataLoaderConfiguration(split_batches=True, even_batches=False)
     accelerator = runs.accelerator_of(
         "ours", dataloader_config=config, gradient_accumulation_steps=2
     )
@@ -133,7 +133,7 @@ def stepped(path: str, save_after: int | None, shuffle: bool, skips: bool) -> An
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 9)
     torch.manual_seed(11 if save_after else 12)  # a checkpoint brings its order along
-    loader = DataLoader(toy.Points(32), batch_size=8, shuffle=shuffle)
+    loader = DataLoader(toy.Points(length), batch_size=8, shuffle=shuffle)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if save_after is None:
         accelerator.load_state(path)
@@ -175,4 +175,18 @@ def test_a_checkpoint_from_mid_epoch_goes_on_with_any_number_of_processes(
     # On three ranks the shares are of 3, 3 and 2.
     rest = run_ranks(stepped, ranks, path, None, shuffle, skips, timeout=LIMIT_S)[0]
     assert [numbers for _, numbers in rest] == [numbers for _, numbers in whole[6:]]
+    assert [loss for loss, _ in rest] == pytest.approx([loss for loss, _ in whole[6:]], rel=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_an_epoch_that_comes_out_unevenly_goes_on_with_any_number_of_processes(
+    two: Ranks, tmp_path: Path, ranks: int
+) -> None:
+    """Of 29 samples, the last 5 of an epoch: shares of 3 and 2, or of 2, 2 and 1."""
+    path = str(tmp_path / "amid")
+    whole = two.run(stepped, path, 6, True, False, 29, timeout=LIMIT_S)[0]
+    rest = run_ranks(stepped, ranks, path, None, True, False, 29, timeout=LIMIT_S)[0]
+    assert [len(numbers) for _, numbers in rest] == [8, 5, 8, 8, 8, 5]
+    assert [numbers for _, numbers in rest] == [numbers for _, numbers in whole[6:]]
+    assert sorted(n for _, numbers in whole[4:6] + rest[:2] for n in numbers) == list(range(29))
     assert [loss for loss, _ in rest] == pytest.approx([loss for loss, _ in whole[6:]], rel=1e-5)
