@@ -1,6 +1,7 @@
 """Lightning's Trainer on pydist, beside its own DDP on gloo."""
 
 import contextlib
+import copy
 import importlib
 import importlib.util
 import math
@@ -245,6 +246,26 @@ def test_what_loaders_that_are_evaluated_together_cant_weigh_is_refused() -> Non
         outcomes = ranks.outcomes(evaluated_together, timeout=LIMIT_S)
     assert outcomes[2].error == "InvalidUsage"
     assert "one loader after the other" in outcomes[2].message
+
+
+@toy.leaving()
+def copied_in_training() -> bool:
+    """Whether the strategy is copied with a model, as weights are averaged."""
+    trainer = runs.trainer_of("lightning", "pydist", 1, max_steps=1, limit_val_batches=0)
+    found = []
+
+    class Copies(type(runs.regression("lightning", 4, 2))):  # type: ignore[misc]
+        def setup(self, stage: str) -> None:
+            memo: dict[int, Any] = {}
+            copy.deepcopy(self, memo)
+            found.append(id(trainer.strategy) in memo)
+
+    trainer.fit(Copies())
+    return found[0]
+
+
+def test_the_strategy_is_not_copied_with_the_model() -> None:
+    assert run_ranks(copied_in_training, 1, env=runs.TORCHRUN, timeout=LIMIT_S) == [False]
 
 
 @toy.leaving()

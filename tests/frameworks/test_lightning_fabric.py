@@ -2,6 +2,8 @@
 
 import importlib
 import importlib.util
+import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,14 @@ def test_another_process_group_backend_is_refused(two: Ranks) -> None:
     for outcome in two.outcomes(other_backend, timeout=LIMIT_S):
         assert outcome.error == "InvalidUsage"
         assert "PYDIST_BACKEND" in outcome.message
+
+
+@pytest.mark.parametrize("strategy", ["pydist_spawn", "pydist_sharded"])
+def test_spawned_processes_can_be_given_the_strategy(strategy: str) -> None:
+    importlib.import_module("pydist.integrations.lightning")
+    tree = importlib.import_module("lightning.fabric")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a Slurm that is not used
+        fabric = tree.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    copy = pickle.loads(pickle.dumps(fabric.strategy))
+    assert type(copy) is type(fabric.strategy)

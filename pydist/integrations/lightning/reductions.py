@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,22 +85,23 @@ class _Call:
             self.put("value", neutral)
 
 
-def log(
-    model: Any, counts_nothing: Callable[[], bool], name: str, *args: Any, **kwargs: Any
-) -> None:
-    """The model's own `log`, which passes the name on to `reduce`.
+def _stands_in(model: Any) -> bool:
+    """Whether the batch stands in for samples that this rank has not."""
+    # Through the trainer, without which copies of a model are made: what is kept with the model
+    # would be copied, too.
+    try:
+        trainer = model.trainer
+    except RuntimeError:  # the model has none
+        return False
+    return bool(trainer.strategy.stands_in())
 
-    Args:
-        model: Whose `log` it is.
-        counts_nothing: Whether the batch stands in for samples that this rank has not.
-        name: Of the value.
-        *args: Lightning's own.
-        **kwargs: Lightning's own.
-    """
+
+def log(model: Any, name: str, *args: Any, **kwargs: Any) -> None:
+    """The model's own `log`, which passes the name on to `reduce`."""
     call = _Call(args, kwargs)
     call.put("sync_dist_group", Logged(name, call.get("sync_dist_group")))
     # Without `sync_dist` a rank's mean is of its own samples alone, and of none it would be 0 / 0.
-    if call.get("sync_dist") and counts_nothing():
+    if call.get("sync_dist") and _stands_in(model):
         call.count_nothing()
     type(model).log(model, name, *call.args, **call.kwargs)
 

@@ -81,7 +81,7 @@ class TrainerMethods(_JoinsPydist):
 
     def connect(self, model: Any) -> None:
         super().connect(model)
-        model.log = functools.partial(log, model, self._stands_in)
+        model.log = functools.partial(log, model)
 
     def setup_distributed(self) -> None:
         super().setup_distributed()
@@ -179,7 +179,7 @@ class TrainerMethods(_JoinsPydist):
         self._loader_index = dataloader_idx
         return super().batch_to_device(batch, device, dataloader_idx)
 
-    def _stands_in(self) -> bool:
+    def stands_in(self) -> bool:
         """Whether what is logged now is of a sample that another rank has as well."""
         model = self.lightning_module
         if not self._stand_ins or model._current_fx_name not in _WITHIN_EVALUATION:
@@ -230,9 +230,8 @@ class FabricMethods(_JoinsPydist):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._backward_sync_control = _SyncControl()
-        # Of each module that was set up, its wrapper, which Fabric's own hides.
-        self._wrappers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
-        self._wrappers = weakref.WeakKeyDictionary()
+        # Of the modules that were set up; Fabric's own wrappers hide them.
+        self._wrappers: list[weakref.ref[nn.Module]] = []
 
     def _setup_distributed(self) -> None:
         super()._setup_distributed()
@@ -240,7 +239,8 @@ class FabricMethods(_JoinsPydist):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         wrapper = _wrap(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
-        self._wrappers[module] = weakref.ref(wrapper)
+        self._wrappers = [each for each in self._wrappers if each() is not None]
+        self._wrappers.append(weakref.ref(wrapper))
         return wrapper
 
     def weighted(
@@ -260,14 +260,15 @@ class FabricMethods(_JoinsPydist):
             with fabric.strategy.weighted(model, len(inputs)):
                 fabric.backward(loss)
         """
-        found = self._wrappers.get(getattr(module, "module", module))
-        wrapper = None if found is None else found()
-        if not isinstance(wrapper, pydist.DataParallel):
-            raise InvalidUsage(
-                f"fabric.strategy.weighted got a {type(module).__name__} that this Fabric has not "
-                "set up: give it what fabric.setup has returned."
-            )
-        return wrapper.weighted(weight)
+        original = getattr(module, "module", None)
+        for each in self._wrappers:
+            wrapper = each()
+            if isinstance(wrapper, pydist.DataParallel) and wrapper.module is original:
+                return wrapper.weighted(weight)
+        raise InvalidUsage(
+            f"fabric.strategy.weighted got a {type(module).__name__} that this Fabric has not set "
+            "up: give it what fabric.setup has returned."
+        )
 
     def process_dataloader(self, dataloader: object) -> object:
         return counted_by_fabric(shared(dataloader, pads=True))
