@@ -47,7 +47,7 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
                         "How long a waiter spins before it sleeps. Unset: 50 where every local "
                         "rank has a core of its own, otherwise 0."},
-    EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "131072",
+    EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "524288",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
                         "heap. The same on every rank."},
     EnvironmentVariable{"PYDIST_ONE_SHOT_BYTES", "0 to 16777216", "",

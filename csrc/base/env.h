@@ -74,7 +74,7 @@ struct Environment {
   // only where every local rank has a core of its own.
   std::optional<std::chrono::microseconds> spin;
   // Bytes a rank stages at a time when it reduces ordinary (not symmetric) tensors.
-  std::size_t chunk_bytes = 128 * 1024;
+  std::size_t chunk_bytes = 512 * 1024;
   // The most bytes that a rank gives to all others whole, in one chunk at most; without a value as
   // many as pay on most machines (collectives/shared_memory/route.h).
   std::optional<std::size_t> one_shot_bytes;

@@ -36,7 +36,7 @@ class Settings:
         is_ring: Whether PYDIST_ALGORITHM says ring.
     """
 
-    chunk_bytes: int = 128 << 10
+    chunk_bytes: int = 512 << 10
     one_shot_bytes: int | None = None
     is_ring: bool = False
 

@@ -43,7 +43,7 @@ KIB = 1 << 10
 # What is tried, in this order: a one shot is never larger than a chunk.
 CANDIDATES: dict[str, list[int]] = {
     "sockets": [1, 2, 4],
-    "chunk_bytes": [64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB],
+    "chunk_bytes": [128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB],
     "one_shot_bytes": [16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB],
 }
 _BETWEEN_HOSTS_ALONE = ("sockets",)

@@ -40,8 +40,7 @@ from pydist.planning.costs import Costs
 INLINE_BYTES = 256
 # Of an announcement without data.
 ANNOUNCEMENT_BYTES = 64
-# Of a message of a large exchange, where there are as many bytes. (PYDIST_CHUNK_BYTES, 128 KiB, is
-# both what is sent and what comes back of a chunk.)
+# Of a message of a large exchange, where there are as many bytes (csrc/transport/lane_segment.h).
 MESSAGE_BYTES = 64 << 10
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]

@@ -60,13 +60,13 @@ def times(by_value: dict[str, dict[int, float]]) -> tuple[list[str], list[list[S
 
 
 def test_each_variable_is_tried_with_what_was_taken_before() -> None:
-    said, asked = times({"sockets": {4: 0.9}, "chunk_bytes": {65536: 0.8}})
-    assert said == [*CANDIDATES, "all together", "{'sockets': 4, 'chunk_bytes': 65536}"]
-    assert asked[1][:2] == [{"sockets": 4}, {"sockets": 4, "chunk_bytes": 65536}]
+    said, asked = times({"sockets": {4: 0.9}, "chunk_bytes": {131072: 0.8}})
+    assert said == [*CANDIDATES, "all together", "{'sockets': 4, 'chunk_bytes': 131072}"]
+    assert asked[1][:2] == [{"sockets": 4}, {"sockets": 4, "chunk_bytes": 131072}]
     # No one shot is larger than a chunk.
     sizes = [choice["one_shot_bytes"] for choice in asked[2][1:]]
-    assert sizes == [value for value in CANDIDATES["one_shot_bytes"] if value <= 65536]
-    assert asked[3] == [{}, {"sockets": 4, "chunk_bytes": 65536}]
+    assert sizes == [value for value in CANDIDATES["one_shot_bytes"] if value <= 131072]
+    assert asked[3] == [{}, {"sockets": 4, "chunk_bytes": 131072}]
 
 
 def test_nothing_is_taken_where_nothing_is_faster() -> None:
