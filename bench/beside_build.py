@@ -22,9 +22,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from pydist.benchmarks import machine, models
+from pydist.benchmarks import machine
 from pydist.benchmarks.noise import bootstrap_interval
 from pydist.benchmarks.processes.ranks import StartedRanks, start_job
+from pydist.benchmarks.steps import models
 
 RANK = Path(__file__).with_name("timed_rank.py")
 # pydist plans its buckets anew after steps 1, 2 and 4.

@@ -3,9 +3,9 @@
 It is run by the Python of that build, which may be older than this file, so it uses no more of
 pydist than what every build has.
 
-Usage: timed_rank.py MODELS WORK ADDRESS. MODELS is the path of `pydist/benchmarks/models.py`: both
-builds train the models of the newer. It connects to ADDRESS and answers each number of calls that
-it is told with the seconds that they took it together.
+Usage: timed_rank.py MODELS WORK ADDRESS. MODELS is the path of pydist/benchmarks/steps/models.py:
+both builds train the models of the newer. It connects to ADDRESS and answers each number of calls
+that it is told with the seconds that they took it together.
 """
 
 import gc

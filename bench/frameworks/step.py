@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from pydist.benchmarks import machine
-from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import is_noisy, ratio_of
+from pydist.benchmarks.steps.models import MODELS
 
 _LEAST_ROUNDS = 15
 _WARM_UP_STEPS = 5

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import pydist
-from pydist.benchmarks import step_times
-from pydist.benchmarks.models import MODELS
+from pydist.benchmarks.steps import step_times
+from pydist.benchmarks.steps.models import MODELS
 
 # Beside the arms: an all_reduce of as many bytes as the gradients have, with nothing beside it.
 TRANSFER = "pydist transfer"

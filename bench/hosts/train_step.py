@@ -47,11 +47,12 @@ import torch
 from ranks_on import RanksOn
 from rich.console import Console
 
-from pydist.benchmarks import ddp_knobs, machine, step_times
-from pydist.benchmarks.models import MODELS
+from pydist.benchmarks import machine
 from pydist.benchmarks.noise import Ratio, ratio_of
 from pydist.benchmarks.outputs import json_text, write_text_whole
-from pydist.benchmarks.step import show_times
+from pydist.benchmarks.steps import ddp_knobs, step_times
+from pydist.benchmarks.steps.models import MODELS
+from pydist.benchmarks.steps.step import show_times
 
 # Of the transfer, which backward covers or does not: both cases are promised something else.
 HALF = 0.5

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from pydist.benchmarks import machine
 from pydist.benchmarks.interruption import INTERRUPTED, ignore_interruptions
-from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
+from pydist.benchmarks.steps.models import MODELS
 from pydist.errors import InvalidUsage
 
 

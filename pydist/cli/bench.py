@@ -6,9 +6,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from pydist.benchmarks import collectives, overlap, sharded, startup, step, tune
+from pydist.benchmarks import collectives, startup, tune
 from pydist.benchmarks.collective_cases import COLLECTIVES
 from pydist.benchmarks.interruption import INTERRUPTED, interruptible
+from pydist.benchmarks.steps import overlap, sharded, step
 from pydist.cli.parser import Parser
 from pydist.errors import Error, InvalidUsage
 

@@ -13,9 +13,9 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO
 
-from pydist.benchmarks import models
 from pydist.benchmarks.machine import cpu_of
 from pydist.benchmarks.processes import fresh_rank
+from pydist.benchmarks.steps import models
 from pydist.errors import Error
 from pydist.job.meeting.local_store import serve_local_store
 

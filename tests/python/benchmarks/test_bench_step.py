@@ -16,11 +16,12 @@ import torch
 from launch import clean_environment, rank_outcomes, run_command
 
 import pydist
-from pydist.benchmarks import ddp_knobs, memory, startup, step_times
-from pydist.benchmarks.models import DEFAULT_MODELS, MODELS
+from pydist.benchmarks import startup
 from pydist.benchmarks.processes.fresh_job import FreshJob, step_job
-from pydist.benchmarks.sharded import SHARDED
-from pydist.benchmarks.slow_link import Bucket, Round
+from pydist.benchmarks.steps import ddp_knobs, memory, step_times
+from pydist.benchmarks.steps.models import DEFAULT_MODELS, MODELS
+from pydist.benchmarks.steps.sharded import SHARDED
+from pydist.benchmarks.steps.slow_link import Bucket, Round
 
 PARAMETERS = {
     "gpt": 33_607_680,
@@ -34,7 +35,8 @@ PARAMETERS = {
 
 def run_command_of(name: str, arguments: list[str]) -> int:
     """As the command line does: parse, then main."""
-    module = importlib.import_module(f"pydist.benchmarks.{name}")
+    package = "pydist.benchmarks" if name == "startup" else "pydist.benchmarks.steps"
+    module = importlib.import_module(f"{package}.{name}")
     parser = argparse.ArgumentParser()
     module.add_arguments(parser)
     status: int = module.main(parser.parse_args(arguments))
@@ -246,7 +248,7 @@ def test_ranks_of_a_launcher_are_used_and_the_first_one_reports(tmp_path: Path) 
 
 INTERRUPTED = """
 import argparse
-from pydist.benchmarks import step
+from pydist.benchmarks.steps import step
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     step.add_arguments(parser)

@@ -28,12 +28,13 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import pydist
-from pydist.benchmarks import ddp_knobs, subcommand
+from pydist.benchmarks import subcommand
 from pydist.benchmarks.machine import unpinned
-from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import noise_of_steps
 from pydist.benchmarks.processes.job import find_job
-from pydist.benchmarks.step_times import (
+from pydist.benchmarks.steps import ddp_knobs
+from pydist.benchmarks.steps.models import MODELS
+from pydist.benchmarks.steps.step_times import (
     ALONE,
     Rounds,
     added_ms,

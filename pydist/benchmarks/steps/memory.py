@@ -36,9 +36,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pydist
 from pydist._torch import bytes_of
-from pydist.benchmarks import ddp_knobs
 from pydist.benchmarks.machine import pin
-from pydist.benchmarks.models import MODELS
+from pydist.benchmarks.steps import ddp_knobs
+from pydist.benchmarks.steps.models import MODELS
 
 ALONE, OURS = "alone", "pydist"
 

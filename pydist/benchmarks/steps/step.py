@@ -17,13 +17,14 @@ from typing import Any
 
 from rich.console import Console
 
-from pydist.benchmarks import ddp_knobs, step_times, subcommand
-from pydist.benchmarks.memory import engine_share, measure_memory
-from pydist.benchmarks.models import DEFAULT_MODELS, MODELS
+from pydist.benchmarks import subcommand
 from pydist.benchmarks.noise import ratio_of
 from pydist.benchmarks.processes.fresh_job import step_job
 from pydist.benchmarks.processes.job import Job, find_job
 from pydist.benchmarks.progress import Progress
+from pydist.benchmarks.steps import ddp_knobs, step_times
+from pydist.benchmarks.steps.memory import engine_share, measure_memory
+from pydist.benchmarks.steps.models import DEFAULT_MODELS, MODELS
 from pydist.errors import InvalidUsage
 
 ALONE, OURS, DDP = step_times.ALONE, step_times.OURS, ddp_knobs.DEFAULT

@@ -20,9 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import pydist
-from pydist.benchmarks import ddp_knobs
 from pydist.benchmarks.machine import unpinned
-from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import (
     Ratio,
     bootstrap_interval,
@@ -30,6 +28,8 @@ from pydist.benchmarks.noise import (
     ratio_of,
 )
 from pydist.benchmarks.progress import Progress
+from pydist.benchmarks.steps import ddp_knobs
+from pydist.benchmarks.steps.models import MODELS
 
 T = TypeVar("T")
 

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.benchmarks import subcommand
-from pydist.benchmarks.models import MODELS
 from pydist.benchmarks.noise import Ratio, is_noisy, ratio_of
 from pydist.benchmarks.outputs import require_writable
 from pydist.benchmarks.processes.job import Job, find_job
 from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.slow_link import Link, Round, read_trace, send
+from pydist.benchmarks.steps.models import MODELS
+from pydist.benchmarks.steps.slow_link import Link, Round, read_trace, send
 from pydist.errors import InvalidUsage
 from pydist.job.launchers import read_placement
 from pydist.parallel.bucket_planner import PlannedParameter

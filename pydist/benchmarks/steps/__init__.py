@@ -1,0 +1,1 @@
+"""Benchmarks of training steps: models, what is compared, and what came out."""
