@@ -127,7 +127,7 @@ def _gathered(communicator: Communicator, tensor: Tensor, check: bool) -> Tensor
     if not agreement.records:
         return apply(linear, tensor.reshape(-1), records=False).view(sum(rows), *shapes[0][1:])
     gathered: Tensor = _SameLoss.apply(tensor, anchor(True), linear, rows, check)  # type: ignore[no-untyped-call]
-    return gathered
+    return gathered.view(sum(rows), *shapes[0][1:])
 
 
 class _SameLoss(torch.autograd.Function):
@@ -138,12 +138,14 @@ class _SameLoss(torch.autograd.Function):
         ctx: Any, tensor: Tensor, _: Tensor | None, linear: AllGather, rows: list[int], check: bool
     ) -> Tensor:
         ctx.linear, ctx.rows, ctx.check = linear, rows, check
-        gathered = linear.run(tensor.reshape(-1).contiguous())
-        return gathered.view(sum(rows), *tensor.shape[1:])
+        ctx.shape = (sum(rows), *tensor.shape[1:])
+        # Flat: torch refuses to change a view in place that a function has returned.
+        return linear.run(tensor.reshape(-1).contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         linear, communicator = ctx.linear, ctx.linear.communicator
+        gradient = gradient.reshape(ctx.shape)
         label = "backward of pydist.nn.whole_batch"
         if ctx.check:
             _require_same(communicator, gradient.detach())

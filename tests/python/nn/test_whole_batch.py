@@ -154,6 +154,20 @@ def test_rows_of_one_number(run: Runner, dtype: torch.dtype) -> None:
     run(one_number_a_row, dtype)
 
 
+def changed_in_place() -> None:
+    rank, size = joined()
+    rows = torch.full((ROWS[rank], 2), rank + 1.0).requires_grad_()
+    gathered = pydist.nn.whole_batch(rows)
+    gathered /= 2
+    gathered.sum().backward()
+    assert rows.grad is not None
+    torch.testing.assert_close(rows.grad, torch.full_like(rows, size / 2))
+
+
+def test_the_rows_may_be_changed_in_place(run: Runner) -> None:
+    run(changed_in_place)
+
+
 def reduce_own_parts() -> None:
     """Each rank has the loss of its own rows against all; their sum makes one loss of them."""
     rank, size = joined()
