@@ -136,6 +136,11 @@ def _start(count: int, command: Sequence[str]) -> None:
         raise InvalidUsage(
             "processes= must be asked for in the main thread, with which the other ranks end"
         )
+    if dist.is_initialized():
+        raise InvalidUsage(
+            f"processes={count} comes too late: the program has made a default process group of "
+            f"{dist.get_world_size()} already. Call pydist.init before, which makes one of all."
+        )
     in_force.leave_environment()  # the others read the configuration by themselves
     before = dict(os.environ)
     store = serve_local_store()

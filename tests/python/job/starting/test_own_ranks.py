@@ -214,6 +214,23 @@ for call in {list(REFUSED)}:
         assert message in line
 
 
+def test_a_group_of_the_programs_own_is_no_group_of_all() -> None:
+    program = """
+import torch.distributed as dist
+import pydist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+pydist.init(processes=1)
+pydist.shutdown()
+try:
+    pydist.init(processes=2)
+except pydist.InvalidUsage as error:
+    print(error)
+"""
+    done = run_command([sys.executable, "-c", program])
+    assert done.stdout.startswith("processes=2 comes too late: the program has made a default")
+
+
 def test_gpus_can_not_be_had_once_ranks_were_started() -> None:
     program = """
 import pydist
