@@ -624,7 +624,8 @@ class DataParallel(TorchIdioms, StandsForModule):
                 loss.backward()
 
         Together with `no_sync()`, the mean is over all backwards that a step accumulates: each has
-        its weight, whichever rank and micro-batch it belongs to. The weights are summed in float64,
+        its weight, whichever rank and micro-batch it belongs to. So don't divide the loss by their
+        number as well. The weights are summed in float64,
         and every gradient is rounded once, after the sum over the ranks; what one rank accumulates
         is rounded as it is added, as always. With `reduction="sum"`, gradients are
         multiplied by their weights and added. A communication hook gets gradients that were

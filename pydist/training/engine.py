@@ -11,6 +11,18 @@ from pydist.errors import InvalidUsage
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.clipping import clip_gradients
 
+# What users of DeepSpeed's engine look for, and what there is here.
+_OF_DEEPSPEEDS_ENGINE = {
+    "save_checkpoint": "pydist.save(path, model=model, optimizer=optimizer)",
+    "load_checkpoint": "pydist.load(path, model=model, optimizer=optimizer)",
+    "local_rank": "pydist.local_rank()",
+    "global_rank": "pydist.rank()",
+    "world_size": "pydist.world_size()",
+    "gradient_accumulation_steps": "model.accumulation_steps",
+    "gradient_clipping": "model.clip_grad_norm",
+    "get_lr": "[group['lr'] for group in optimizer.param_groups]",
+}
+
 
 class Engine(DataParallel):
     """What `pydist.initialize` makes of a model: a `pydist.DataParallel` that also steps.
@@ -58,6 +70,17 @@ class Engine(DataParallel):
         *("_backwards", "_is_step_expected"),
     }
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in _OF_DEEPSPEEDS_ENGINE:
+                raise
+        raise AttributeError(
+            f"the model of pydist.initialize has no {name}, which DeepSpeed's has: use "
+            f"{_OF_DEEPSPEEDS_ENGINE[name]}"
+        )
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next call of `step` updates the parameters."""
         coming = self._backwards + (not self._is_step_expected)
@@ -74,7 +97,8 @@ class Engine(DataParallel):
         """Adds a loss's part of the step's gradient. All ranks call it.
 
         Args:
-            loss: A scalar, the mean over this rank's samples.
+            loss: A scalar, the mean over this rank's samples. Inside `weighted()` it counts for the
+                weight, in the mean over all backwards of the step.
 
         Returns:
             The part of the step's loss that it is: the loss divided by `accumulation_steps`.
@@ -85,9 +109,11 @@ class Engine(DataParallel):
         if self._is_step_expected:
             raise InvalidUsage("backward() was called twice: call step() after each backward()")
         part = loss / self.accumulation_steps
+        # Weights take a mean over the backwards of a step, too, which needs no other one.
+        summed = part if self.weight_of_backward is None else loss
         is_last = self.is_gradient_accumulation_boundary()
         round_before = self._round()
-        part.backward()
+        summed.backward()
         if is_last and self._round() == round_before:
             # Nothing was averaged: the loss's forward ran ahead of the backwards before it, when it
             # was not known to be the last one. Rounds are the same on all ranks, so all sync.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -149,7 +150,11 @@ def _optimizer(
             )
         found = getattr(torch.optim, name, None)
         if not (isinstance(found, type) and issubclass(found, Optimizer)):
-            raise InvalidUsage(f"optimizer.name is {name!r}, and torch.optim has no such class")
+            near = difflib.get_close_matches(name, dir(torch.optim), 1)
+            raise InvalidUsage(
+                f"optimizer.name is {name!r}, and torch.optim has no such class"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
         params = choice.get("params", {})
         try:
             made = found(engine.parameters(), **params)

@@ -71,6 +71,42 @@ def joined(even_batches: bool | None) -> Any:
     return batches, loader.base_dataloader.distributed_sampler.pad, weights_of(model)
 
 
+@runs.leaving()
+def weighted_by_hand(length: int, accumulated: int) -> tuple[Tensor, Tensor]:
+    """What a step changes by a rate of 1, and the gradient that one process has of all samples."""
+    from accelerate import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(split_batches=True, even_batches=False)
+    accelerator = runs.accelerator_of(
+        "ours", dataloader_config=config, gradient_accumulation_steps=accumulated
+    )
+    reference = toy.network().double()
+    inputs, targets = (
+        torch.stack(each).double() for each in list(zip(*toy.Points(length), strict=True))[1:]
+    )
+    nn.functional.mse_loss(reference(inputs), targets).backward()
+    model = toy.network().double()
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(toy.Points(length), batch_size=8)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for numbers, x, y in loader:
+        with accelerator.accumulate(model), model.weighted(len(numbers)):
+            accelerator.backward(nn.functional.mse_loss(model(x.double()), y.double()))
+            optimizer.step()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    gradients = [p.grad.flatten() for p in reference.parameters() if p.grad is not None]
+    return before - after, torch.cat(gradients)
+
+
+@pytest.mark.parametrize(("length", "accumulated"), [(7, 1), (13, 2)])
+def test_weights_given_by_hand_leave_the_gradient_of_one_process(
+    two: Ranks, length: int, accumulated: int
+) -> None:
+    for change, gradient in two.run(weighted_by_hand, length, accumulated, timeout=LIMIT_S):
+        torch.testing.assert_close(change, gradient)
+
+
 def weights_of(model: nn.Module) -> list[list[float]]:
     return [parameter.flatten().tolist() for parameter in model.parameters()]
 

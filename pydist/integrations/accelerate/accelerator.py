@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import pydist
 from pydist.errors import InvalidUsage
 from pydist.integrations.accelerate.loaders import ResumableLoader, can_resume, resumable
+from pydist.parallel.ownership import newest_first
 
 # Beside Accelerate's own files in a checkpoint's folder: the place in the data.
 _PLACE_IN_DATA = "pydist_place_in_data.json"
@@ -144,9 +145,15 @@ class Accelerator(accelerate.Accelerator):
     # --- training --------------------------------------------------------------------------------
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Accelerate's; a loss of uneven batches counts by the samples it is the mean of."""
+        """Accelerate's; a loss of uneven batches counts by the samples it is the mean of.
+
+        Inside `model.weighted()` it counts for that weight instead, in the mean over all backwards
+        of a step.
+        """
         loader = self.gradient_state.active_dataloader
-        if self.weights_uneven_batches and isinstance(loader, ResumableLoader):
+        if any(each.weight_of_backward is not None for each in newest_first()):
+            loss = loss * self.gradient_accumulation_steps  # by which Accelerate divides
+        elif self.weights_uneven_batches and isinstance(loader, ResumableLoader):
             shares = loader.shares_of_step()
             if len(set(shares)) > 1:
                 loss = loss * (shares[self.process_index] * len(shares) / sum(shares))

@@ -318,7 +318,7 @@ def initialize(config: dict[str, Any], optimizer: str, batch_size: int | None) -
     ("config", "optimizer", "batch_size", "message"),
     [
         ({}, "", 2, "there is no optimizer"),
-        ({"optimizer": {"name": "Adan"}}, "", 2, "torch.optim has no such class"),
+        ({"optimizer": {"name": "AdmW"}}, "", 2, "no such class; did you mean 'AdamW'?"),
         ({"optimizer": {"name": "SGD", "params": {"l": 1}}}, "", 2, "does not fit SGD"),
         ({"optimizer": {"name": "SGD"}}, "made", 2, "names another one"),
         ({}, "other", 2, "4 parameters that are not the model's"),
