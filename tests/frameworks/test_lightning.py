@@ -26,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
     reason="lightning is not installed: make test-frameworks installs it",
 )
-
 LIMIT_S = 50.0
 
 
@@ -249,23 +248,25 @@ def test_what_loaders_that_are_evaluated_together_cant_weigh_is_refused() -> Non
 
 
 @toy.leaving()
-def copied_in_training() -> bool:
-    """Whether the strategy is copied with a model, as weights are averaged."""
-    trainer = runs.trainer_of("lightning", "pydist", 1, max_steps=1, limit_val_batches=0)
-    found = []
+def copied_in_training() -> list[list[int]]:
+    copies = []  # made before a training and amid it, for another strategy
 
     class Copies(type(runs.regression("lightning", 4, 2))):  # type: ignore[misc]
         def setup(self, stage: str) -> None:
-            memo: dict[int, Any] = {}
-            copy.deepcopy(self, memo)
-            found.append(id(trainer.strategy) in memo)
+            copies.append(copy.deepcopy(self))  # as weights are averaged
 
-    trainer.fit(Copies())
-    return found[0]
+        def on_train_batch_end(self, *_: Any) -> None:
+            copies.append(copy.deepcopy(self))
+
+    runs.trainer_of("lightning", "pydist", 1, max_steps=1, limit_val_batches=0).fit(Copies())
+    for each in (made := copies[:]):  # a copy's own setup() makes one more
+        runs.trainer_of("lightning", "ddp", 1).validate(each, verbose=False)
+    return [each.seen_outside for each in made]
 
 
-def test_the_strategy_is_not_copied_with_the_model() -> None:
-    assert run_ranks(copied_in_training, 1, env=runs.TORCHRUN, timeout=LIMIT_S) == [False]
+def test_copies_of_a_model_go_on_without_pydist() -> None:
+    seen = run_ranks(copied_in_training, 1, env=runs.TORCHRUN, timeout=LIMIT_S)
+    assert seen == [[list(range(4))] * 2]
 
 
 @toy.leaving()

@@ -203,6 +203,7 @@ def weighted(path: str, ranks: int, resumes: bool) -> Any:
             return pydist.prepare(super().train_dataloader(), split_batches=True, seed=3)
 
         def backward(self, loss: Tensor) -> None:
+            loss = loss * self.trainer.accumulate_grad_batches
             with self.trainer.strategy.model.weighted(len(self.seen[-1])):
                 loss.backward()
 
@@ -229,6 +230,66 @@ def test_uneven_shares_of_a_batch_can_be_weighted(two: Ranks, tmp_path: Path, ra
     assert {len(seen) for outcome in rest for seen in outcome[0]} == ({8} if ranks == 1 else {2, 3})
     for outcome in rest:
         assert outcome[1] == pytest.approx(whole[0][1], rel=1e-4, abs=1e-6)
+
+
+@toy.leaving()
+def step_of_sgd(length: int, accumulated: int) -> tuple[Tensor, Tensor]:
+    """What a step changes by a rate of 1, and the gradient that one process has of all samples."""
+
+    class Weighted(type(runs.regression("lightning", length, 8))):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return pydist.prepare(super().train_dataloader(), split_batches=True, pad="none")
+
+        def training_step(self, batch: Any, step: int) -> Tensor:
+            numbers, inputs, targets = batch
+            self.samples = len(numbers)
+            return nn.functional.mse_loss(self.network(inputs.double()), targets.double())
+
+        def backward(self, loss: Tensor) -> None:  # as docs/frameworks.md has it
+            loss = loss * self.trainer.accumulate_grad_batches
+            with self.trainer.strategy.model.weighted(self.samples):
+                loss.backward()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    model = Weighted()
+    model.network.double()
+    before = [p.detach().clone() for p in model.parameters()]
+    reference = toy.network().double()
+    inputs, targets = (
+        torch.stack(each).double() for each in list(zip(*toy.Points(length), strict=True))[1:]
+    )
+    nn.functional.mse_loss(reference(inputs), targets).backward()
+    settings = {"max_steps": 1, "accumulate_grad_batches": accumulated, "limit_val_batches": 0}
+    runs.trainer_of("lightning", "pydist", 2, **settings).fit(model)
+    changes = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+    expected = [p.grad for p in reference.parameters() if p.grad is not None]
+    return torch.cat([c.flatten() for c in changes]), torch.cat([e.flatten() for e in expected])
+
+
+@pytest.mark.parametrize(("length", "accumulated"), [(7, 1), (13, 2), (23, 3)])
+def test_weighted_shares_leave_the_gradient_of_one_process(
+    two: Ranks, length: int, accumulated: int
+) -> None:
+    for change, gradient in two.run(step_of_sgd, length, accumulated, timeout=LIMIT_S):
+        torch.testing.assert_close(change, gradient)
+
+
+@toy.leaving()
+def evaluated_nothing(strategy: str, length: int) -> list[int]:
+    model = runs.regression("lightning", length, 4)
+    loader = DataLoader(toy.Points(length), 4, drop_last=True)
+    trainer = runs.trainer_of("lightning", strategy, 2)
+    trainer.validate(model, loader, verbose=False)
+    found: list[int] = model.seen_outside
+    return found
+
+
+@pytest.mark.parametrize("length", [0, 5])
+@pytest.mark.parametrize("strategy", ["ddp", "pydist"])
+def test_an_evaluation_without_batches_is_skipped(two: Ranks, strategy: str, length: int) -> None:
+    assert two.run(evaluated_nothing, strategy, length, timeout=LIMIT_S) == [[], []]
 
 
 # In batches of 12 on all ranks: 3 steps, 2, 1, and 2 of which the second is smaller.

@@ -11,6 +11,7 @@ import torch.utils.data as torch_data
 import pydist
 from pydist.integrations.torch_order import share_in_torchs_order
 from pydist.sampling.loader import prepared_with
+from pydist.sampling.order import sample_count
 
 
 class _RanksOfLightning(int):
@@ -42,16 +43,20 @@ def shared(loader: Any, *, pads: bool) -> Any:
         type(sampler) is not torch_data.DistributedSampler
         or not isinstance(sampler.num_replicas, _RanksOfLightning)
         or type(batched) is not torch_data.BatchSampler
+        or sampler.total_size == 0  # which Lightning skips
     ):
         return loader
     # torch repeats samples first, and then drops the last batch of each rank that isn't full.
-    is_last_full = sampler.total_size % (sampler.num_replicas * batched.batch_size) == 0
+    of_all_ranks = sampler.num_replicas * batched.batch_size
+    drops_last = batched.drop_last and not (pads and sampler.total_size % of_all_ranks == 0)
+    if drops_last and sample_count(sampler.dataset) < of_all_ranks:
+        return loader  # which has a batch of samples that come twice, or none and is skipped
     return share_in_torchs_order(
         loader,
         seed=sampler.seed,
         pad="repeat" if pads else "none",
         shuffles=sampler.shuffle,
-        drop_last=batched.drop_last and not (pads and is_last_full),
+        drop_last=drops_last,
         num_replicas=int(sampler.num_replicas),
         rank=sampler.rank,
     )

@@ -85,24 +85,26 @@ class _Call:
             self.put("value", neutral)
 
 
-def _stands_in(model: Any) -> bool:
-    """Whether the batch stands in for samples that this rank has not."""
-    # Through the trainer, without which copies of a model are made: what is kept with the model
-    # would be copied, too.
+def _strategy_of(model: Any) -> Any:
+    """The strategy that the model runs on, if it is one of pydist's.
+
+    Asked for anew each time: copies of a model have our `log`, and may run on another strategy.
+    """
     try:
-        trainer = model.trainer
-    except RuntimeError:  # the model has none
-        return False
-    return bool(trainer.strategy.stands_in())
+        strategy = model.trainer.strategy
+    except RuntimeError:  # the model has no trainer
+        return None
+    return strategy if hasattr(strategy, "stands_in") else None
 
 
 def log(model: Any, name: str, *args: Any, **kwargs: Any) -> None:
     """The model's own `log`, which passes the name on to `reduce`."""
     call = _Call(args, kwargs)
-    call.put("sync_dist_group", Logged(name, call.get("sync_dist_group")))
-    # Without `sync_dist` a rank's mean is of its own samples alone, and of none it would be 0 / 0.
-    if call.get("sync_dist") and _stands_in(model):
-        call.count_nothing()
+    if (strategy := _strategy_of(model)) is not None:
+        call.put("sync_dist_group", Logged(name, call.get("sync_dist_group")))
+        # Without `sync_dist` a rank's mean is of its own samples alone, and of none it is 0 / 0.
+        if call.get("sync_dist") and strategy.stands_in():
+            call.count_nothing()
     type(model).log(model, name, *call.args, **call.kwargs)
 
 

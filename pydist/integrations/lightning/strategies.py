@@ -112,9 +112,6 @@ class TrainerMethods(_JoinsPydist):
         if by_hand and isinstance(wrapper, pydist.DataParallel):
             watch_outputs(weakref.ref(wrapper), closure_loss)
 
-    def post_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing: `pre_backward` has seen to it."""
-
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         if isinstance(self.model, pydist.DataParallel):
@@ -129,8 +126,12 @@ class TrainerMethods(_JoinsPydist):
             # else to an operation of Lightning's, in all ranks' group. It is found at once where
             # both are in one group.
             wrapper = self.model if self._is_in_training_step else None
-            with self._telling_of_uneven_batches():
-                return reduce_logged(tensor, group, reduce_op, wrapper)
+            try:
+                with self._telling_of_uneven_batches():
+                    return reduce_logged(tensor, group, reduce_op, wrapper)
+            except Mismatch as error:
+                said = f"{error} This rank was in self.log({group.name!r}, ..., sync_dist=True)."
+                raise Mismatch(said, **error.blame) from error
         return reduce(tensor, group, reduce_op)
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -163,7 +164,8 @@ class TrainerMethods(_JoinsPydist):
             yield
         except (Mismatch, PeerLost, Timeout) as error:
             trainer = self.lightning_module.trainer
-            if not self._uneven or trainer.training:
+            has_died = isinstance(error, PeerLost) and "has left" not in (error.cause or "")
+            if not self._uneven or trainer.training or has_died:
                 raise
             raise type(error)(f"{error} {self._uneven}", **error.blame) from error
 
