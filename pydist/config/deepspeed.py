@@ -241,8 +241,8 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
             "out, or do it in the program"
         )
     # What is switched off may still be misspelt.
-    off = [_with_nearest(name, understood) for tables in read for name in tables.left(True)]
-    left += [name for name in off if "did you mean" in name]
+    off = [name for tables in read for name in tables.left(changes_nothing=True)]
+    left += [told for name in off if (told := _with_nearest(name, understood)) != name]
     if left:
         warnings.warn(f"{where}: of no effect here: {', '.join(left)}", stacklevel=3)
     return {

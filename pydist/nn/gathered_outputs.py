@@ -124,10 +124,13 @@ def _gathered(communicator: Communicator, tensor: Tensor, check: bool) -> Tensor
     require_same_rows("whole_batch", shapes)
     rows = [shape[0] for shape in shapes]
     linear = AllGather(communicator, "pydist.nn.whole_batch", tuple(map(prod, shapes)))
-    if not agreement.records:
-        return apply(linear, tensor.reshape(-1), records=False).view(sum(rows), *shapes[0][1:])
-    gathered: Tensor = _SameLoss.apply(tensor, anchor(True), linear, rows, check)  # type: ignore[no-untyped-call]
-    return gathered.view(sum(rows), *shapes[0][1:])
+    if agreement.records:
+        flat = _SameLoss.apply(tensor, anchor(True), linear, rows, check)  # type: ignore[no-untyped-call]
+    else:
+        flat = apply(linear, tensor.reshape(-1), records=False)
+    # Here and not in the function: torch refuses to change a view in place that one has returned.
+    gathered: Tensor = flat.view(sum(rows), *shapes[0][1:])
+    return gathered
 
 
 class _SameLoss(torch.autograd.Function):
@@ -139,7 +142,6 @@ class _SameLoss(torch.autograd.Function):
     ) -> Tensor:
         ctx.linear, ctx.rows, ctx.check = linear, rows, check
         ctx.shape = (sum(rows), *tensor.shape[1:])
-        # Flat: torch refuses to change a view in place that a function has returned.
         return linear.run(tensor.reshape(-1).contiguous())
 
     @staticmethod

@@ -68,7 +68,7 @@ def joined(even_batches: bool | None) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             batches += 1
-    return batches, loader.base_dataloader.distributed_sampler.pad, weights_of(model)
+    return batches, loader.base_dataloader.distributed_sampler.pad, toy.weights_of(model).tolist()
 
 
 @runs.leaving()
@@ -80,13 +80,8 @@ def weighted_by_hand(length: int, accumulated: int) -> tuple[Tensor, Tensor]:
     accelerator = runs.accelerator_of(
         "ours", dataloader_config=config, gradient_accumulation_steps=accumulated
     )
-    reference = toy.network().double()
-    inputs, targets = (
-        torch.stack(each).double() for each in list(zip(*toy.Points(length), strict=True))[1:]
-    )
-    nn.functional.mse_loss(reference(inputs), targets).backward()
     model = toy.network().double()
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    before = toy.weights_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loader = DataLoader(toy.Points(length), batch_size=8)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -94,9 +89,7 @@ def weighted_by_hand(length: int, accumulated: int) -> tuple[Tensor, Tensor]:
         with accelerator.accumulate(model), model.weighted(len(numbers)):
             accelerator.backward(nn.functional.mse_loss(model(x.double()), y.double()))
             optimizer.step()
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
-    gradients = [p.grad.flatten() for p in reference.parameters() if p.grad is not None]
-    return before - after, torch.cat(gradients)
+    return before - toy.weights_of(model), toy.gradient_of_all(length)
 
 
 @pytest.mark.parametrize(("length", "accumulated"), [(7, 1), (13, 2)])
@@ -105,10 +98,6 @@ def test_weights_given_by_hand_leave_the_gradient_of_one_process(
 ) -> None:
     for change, gradient in two.run(weighted_by_hand, length, accumulated, timeout=LIMIT_S):
         torch.testing.assert_close(change, gradient)
-
-
-def weights_of(model: nn.Module) -> list[list[float]]:
-    return [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
 def test_uneven_inputs_are_joined_with_the_weights_of_one_process(two: Ranks) -> None:
@@ -139,7 +128,7 @@ def locally(whose: str) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             local.step()
-            weights.append(weights_of(model))
+            weights.append(toy.weights_of(model).tolist())
     return weights
 
 

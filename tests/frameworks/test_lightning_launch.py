@@ -1,15 +1,19 @@
 """Who starts the processes: strategies by themselves, torchrun, or Slurm."""
 
+import importlib
 import importlib.util
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import lightning_runs as runs
 import pytest
 import toy_training as toy
 from launch import Ranks, run_command
+
+import pydist
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lightning") is None,
@@ -86,3 +90,14 @@ def test_slurm_starts_the_processes() -> None:
     losses = [outcome[2] for outcome in outcomes]
     assert [len(own) for own in losses] == [4, 4]
     assert losses[0] != losses[1]
+
+
+def test_a_rank_that_has_died_is_not_explained_by_its_batches() -> None:
+    strategy = importlib.import_module("pydist.integrations.lightning").LightningStrategy()
+    strategy._uneven = "Ranks have unequally many batches."
+    strategy._lightning_module = SimpleNamespace(trainer=SimpleNamespace(training=False))
+    for cause, is_explained in (("has died", False), ("has left the group", True)):
+        with pytest.raises(pydist.PeerLost) as caught, strategy._telling_of_uneven_batches():
+            raise pydist.PeerLost(f"rank 1 {cause}.", ranks=(1,), cause=cause)
+        assert ("unequally many" in str(caught.value)) == is_explained
+        assert caught.value.ranks == (1,)

@@ -211,7 +211,7 @@ def weighted(path: str, ranks: int, resumes: bool) -> Any:
     trainer = runs.trainer_of("lightning", "pydist", ranks, max_epochs=2, callbacks=callbacks)
     model = Weighted()
     trainer.fit(model, ckpt_path=path if resumes else None)
-    return model.seen, torch.cat([p.flatten() for p in model.parameters()]).tolist()
+    return model.seen, toy.weights_of(model).tolist()
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -255,17 +255,10 @@ def step_of_sgd(length: int, accumulated: int) -> tuple[Tensor, Tensor]:
 
     model = Weighted()
     model.network.double()
-    before = [p.detach().clone() for p in model.parameters()]
-    reference = toy.network().double()
-    inputs, targets = (
-        torch.stack(each).double() for each in list(zip(*toy.Points(length), strict=True))[1:]
-    )
-    nn.functional.mse_loss(reference(inputs), targets).backward()
+    before = toy.weights_of(model)
     settings = {"max_steps": 1, "accumulate_grad_batches": accumulated, "limit_val_batches": 0}
     runs.trainer_of("lightning", "pydist", 2, **settings).fit(model)
-    changes = [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
-    expected = [p.grad for p in reference.parameters() if p.grad is not None]
-    return torch.cat([c.flatten() for c in changes]), torch.cat([e.flatten() for e in expected])
+    return before - toy.weights_of(model), toy.gradient_of_all(length)
 
 
 @pytest.mark.parametrize(("length", "accumulated"), [(7, 1), (13, 2), (23, 3)])

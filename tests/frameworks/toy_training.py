@@ -34,6 +34,22 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
+def gradient_of_all(length: int) -> Tensor:
+    """That of the mean loss over all points, of the network in float64, as one process has it."""
+    points = Points(length)
+    _, inputs, targets = (
+        torch.stack([points[i][part] for i in range(length)]) for part in range(3)
+    )
+    reference = network().double()
+    nn.functional.mse_loss(reference(inputs.double()), targets.double()).backward()
+    return torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None])
+
+
+def weights_of(model: nn.Module) -> Tensor:
+    """All of a model's parameters, one behind the other, as they are now."""
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
 def allow_workers() -> None:
     """Lets a rank of a test have loaders with workers: ranks are daemons, which Python forbids."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
