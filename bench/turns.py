@@ -7,6 +7,7 @@ rank.
 """
 
 import os
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,34 @@ def take_turns(make_pair: Callable[..., Pair], args: tuple[object, ...], budget_
         more[0] = not is_enough and rounds < _MOST_ROUNDS
         pydist.broadcast(more, root=0)
     return times
+
+
+def fastest_arm(
+    make_arms: Callable[..., list[Callable[[], object]]], args: tuple[object, ...], budget_s: float
+) -> float:
+    """Seconds a call of the fastest of some ways to do the same. Every rank calls it.
+
+    As bench/peers/all_reduce.c measures its own arms: they take turns, with nobody else's calls
+    between theirs, and the median counts.
+
+    Args:
+        make_arms: Called with `args`, once `join` has been.
+        args: For it.
+        budget_s: About how long all rounds take, if that is enough for a few of them.
+    """
+    join()
+    arms = make_arms(*args)
+    slowest = torch.zeros(1, dtype=torch.float64)
+    calls = [_calls_of_a_round(arm, 3, slowest) for arm in arms]
+    times: list[list[float]] = [[] for _ in arms]
+    more = torch.ones(1, dtype=torch.int32)
+    end_s = time.perf_counter() + budget_s
+    while more[0]:
+        for arm, count, seconds in zip(arms, calls, times, strict=True):
+            seconds.append(_time_calls(arm, count, slowest))
+        more[0] = len(times[0]) < _LEAST_ROUNDS or time.perf_counter() < end_s
+        pydist.broadcast(more, root=0)
+    return min(statistics.median(seconds) for seconds in times)
 
 
 def _calls_of_a_round(call: Callable[[], object], warm_up_calls: int, slowest: torch.Tensor) -> int:

@@ -3,8 +3,12 @@
 The hosts are network namespaces of this machine, and all data goes by TCP. pydist runs on what
 PYDIST_BACKEND says, as any variable PYDIST_* reaches its ranks; torch.distributed's gloo and pydist
 take turns in the same processes, call by call (bench/turns.py). Open MPI's MPI_Allreduce, in C, has
-processes of its own, and a turn after each of theirs; its faster arm counts, in place or out of
-place. All sums are of float32.
+processes of its own. It takes turns with pydist alone, of each of which the faster arm counts, in
+place or out of place. All sums are of float32.
+
+`--raw 2` adds what plain TCP does in that run, over two sockets (streams.c): as many bytes as a
+rank of two sends and receives in an all_reduce, both ways at once and summed as they land. Of sizes
+of 1 MiB or more. It, too, takes turns with pydist alone.
 
 A ratio is the median of the rounds' ratios, with the interval that holds it in 95 % of a bootstrap
 over the rounds. Above 1 pydist is faster.
@@ -23,9 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import mpi_on_hosts
+import raw_streams
 import reduce_turns
 from on_hosts import (
     ROOT,
+    Hosts,
     add_arguments,
     add_ranks_argument,
     check_output,
@@ -45,6 +51,7 @@ from pydist.benchmarks.outputs import json_text, write_text_whole
 from pydist.benchmarks.sizes import parse_size, size_text
 from pydist.errors import InvalidUsage
 
+RAW_ROUNDS = 3
 SIZES = "8,64,512,4K,32K,256K,2M,16M,64M"
 
 
@@ -55,9 +62,10 @@ class Row:
     # Seconds of a call, one of each for every round of all turns.
     pydist_s: list[float] = field(default_factory=list)
     gloo_s: list[float] = field(default_factory=list)
-    # Seconds, one of each for every turn: pydist's median of the turn, and Open MPI's.
-    pydist_of_turn_s: list[float] = field(default_factory=list)
+    # Seconds, one of each for every turn: pydist's alone, Open MPI's, and the raw streams' median.
+    alone_s: list[float] = field(default_factory=list)
     mpi_s: list[float] = field(default_factory=list)
+    raw_s: list[float] = field(default_factory=list)
 
     @property
     def beside_gloo(self) -> Ratio:
@@ -65,7 +73,11 @@ class Row:
 
     @property
     def beside_mpi(self) -> Ratio | None:
-        return ratio_of(self.mpi_s, self.pydist_of_turn_s) if self.mpi_s else None
+        return ratio_of(self.mpi_s, self.alone_s) if self.mpi_s else None
+
+    @property
+    def beside_raw(self) -> Ratio | None:
+        return ratio_of(self.raw_s, self.alone_s) if self.raw_s else None
 
 
 def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dict[int, Row]:
@@ -73,6 +85,11 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
     installation = None if args.no_mpi else mpi_on_hosts.find(args.peers)
     if installation is None and not args.no_mpi:
         console.print(f"Without Open MPI, which is not in {args.peers}: bench/peers/install.py")
+    program = raw_streams.compile_program() if args.raw else None
+
+    def has_raw(size: int) -> bool:
+        return program is not None and size >= 1 << 20
+
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(make_hosts(args, len(args.ranks)))
         if args.rate:
@@ -93,17 +110,39 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
                 times = ranks.run(*call, timeout=args.timeout)[0]
                 row.pydist_s += times.subject_s
                 row.gloo_s += times.reference_s
-                row.pydist_of_turn_s.append(statistics.median(times.subject_s))
+            for size, row in rows.items():
+                if mpi is not None or has_raw(size):
+                    call = (reduce_turns.measure_alone, size, args.seconds, args.symmetric)
+                    row.alone_s.append(ranks.run(*call, timeout=args.timeout)[0])
             if mpi is not None:
                 found = mpi.run(max(sizes), args.seconds, args.timeout)
                 for size, row in rows.items():
                     row.mpi_s.append(found[size] * 1e-6)
+            for size, row in rows.items():
+                if program is not None and has_raw(size):
+                    row.raw_s.append(_time_raw(hosts, program, size, args))
     return rows
+
+
+def _time_raw(hosts: Hosts, program: Path, size: int, args: argparse.Namespace) -> float:
+    # A rank of two sends and receives as many bytes as it has.
+    times = raw_streams.measure(
+        hosts,
+        program,
+        mib=size >> 20,
+        rounds=RAW_ROUNDS,
+        sockets=str(args.raw),
+        timeout=args.timeout,
+    )
+    return statistics.median(times["both-ways-summed", args.raw])
 
 
 def show(console: Console, rows: dict[int, Row]) -> None:
     table = Table(title="all_reduce, medians; a ratio above 1: pydist is faster")
     columns = ("bytes", "pydist, µs", "gloo, µs", "gloo / pydist", "Open MPI, µs", "its / pydist")
+    has_raw = any(row.raw_s for row in rows.values())
+    if has_raw:
+        columns = (*columns, "raw / pydist")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for size, row in rows.items():
@@ -111,7 +150,8 @@ def show(console: Console, rows: dict[int, Row]) -> None:
         of_mpi = ["", ""]
         if row.beside_mpi is not None:
             of_mpi = [f"{statistics.median(row.mpi_s) * 1e6:.1f}", str(row.beside_mpi)]
-        table.add_row(size_text(size), *cells, str(row.beside_gloo), *of_mpi)
+        of_raw = [str(row.beside_raw or "")] if has_raw else []
+        table.add_row(size_text(size), *cells, str(row.beside_gloo), *of_mpi, *of_raw)
     console.print(table)
 
 
@@ -129,6 +169,7 @@ def report(args: argparse.Namespace, rows: dict[int, Row]) -> dict[str, Any]:
                 **asdict(row),
                 "gloo / pydist": described(row.beside_gloo),
                 "Open MPI / pydist": described(row.beside_mpi),
+                "raw / pydist": described(row.beside_raw),
             }
             for size, row in rows.items()
         },
@@ -158,6 +199,7 @@ def main() -> None:
     add("--timeout", type=float, default=300, help="s, of a size in a turn, and of Open MPI's")
     add("--peers", type=Path, default=ROOT / "build" / "peers", help="that install.py filled")
     add("--no-mpi", action="store_true", help="without Open MPI")
+    add("--raw", type=int, metavar="SOCKETS", help="raw streams over as many, too; two ranks")
     add(
         "--symmetric",
         action="store_true",
@@ -167,6 +209,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.turns < 1:
         parser.error("--turns must be 1 or more")
+    if args.raw is not None and (args.ranks != [1, 1] or not 1 <= args.raw <= 64):
+        parser.error("--raw takes a number of sockets, 1 to 64, and needs --ranks 1,1")
     check_output(args)
     console = Console(width=120)
     print_header(console, args, sum(args.ranks))

@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--delay-ms", type=float, default=0.0, help="of a packet, one way; by a slow relay")
     add("--loss", type=float, default=0.0, help="the share of packets, 0 to 1; by a slow relay")
     add("--mtu", type=int, default=1500, help="bytes of the largest packet (default: 1500)")
+    add(
+        "--congestion", metavar="NAME", help="control of TCP, such as cubic (default: the system's)"
+    )
     add("-J", "--json", type=Path, metavar="FILE", help="everything, with the machine")
 
 
@@ -92,7 +95,13 @@ def rank_environment(hosts: Hosts) -> dict[str, str]:
 def make_hosts(args: argparse.Namespace, count: int = 2) -> Hosts:
     """Hosts for a `with`, not shaped yet. Ends the script where the arguments make no sense."""
     try:
-        return Hosts(count, mtu=args.mtu, delay_ms=args.delay_ms, loss=args.loss)
+        return Hosts(
+            count,
+            mtu=args.mtu,
+            delay_ms=args.delay_ms,
+            loss=args.loss,
+            congestion=args.congestion,
+        )
     except ValueError as error:
         stop(str(error), status=2)
 
@@ -109,7 +118,7 @@ def _describe_network(args: argparse.Namespace) -> str:
     said = [
         f"rate {args.rate or 'not limited'}",
         f"packets of {args.mtu} bytes",
-        f"TCP {_congestion_control()}",
+        f"TCP {args.congestion or _congestion_control()}",
     ]
     if args.delay_ms or args.loss:
         said += [f"delay {args.delay_ms:g} ms", f"loss {args.loss:.2%}"]
@@ -126,7 +135,7 @@ def network_of(args: argparse.Namespace) -> dict[str, Any]:
     names = ("rate", "mtu", "delay_ms", "loss")
     return {
         **{name: getattr(args, name) for name in names},
-        "congestion_control": _congestion_control(),
+        "congestion_control": args.congestion or _congestion_control(),
     }
 
 

@@ -72,9 +72,20 @@ def compile_program() -> Path:
     return program
 
 
-def measure(hosts: Hosts, program: Path, args: argparse.Namespace) -> Times:
-    """Runs both sides of the program."""
-    rest = [str(args.mib), str(args.rounds), args.sockets]
+def measure(
+    hosts: Hosts, program: Path, *, mib: int, rounds: int, sockets: str, timeout: float
+) -> Times:
+    """Runs both sides of the program.
+
+    Args:
+        hosts: The first two.
+        program: Of `compile_program`.
+        mib: A direction.
+        rounds: Of all cases.
+        sockets: How many, numbers with commas between.
+        timeout: Seconds, of each side.
+    """
+    rest = [str(mib), str(rounds), sockets]
     listen = [str(program), "listen", hosts[1].address, str(machine.cpu_of(1)), *rest]
     with hosts[1].popen(listen, stdout=subprocess.PIPE, text=True) as listener:
         assert listener.stdout is not None
@@ -82,11 +93,11 @@ def measure(hosts: Hosts, program: Path, args: argparse.Namespace) -> Times:
         if len(words) != 2:
             stop("the listening side has ended before it listened")
         connect = [str(program), "connect", hosts[1].address, words[1], str(machine.cpu_of(0))]
-        done = hosts[0].run([*connect, *rest], timeout=args.timeout)
+        done = hosts[0].run([*connect, *rest], timeout=timeout)
         if done.returncode != 0:
             listener.kill()
             stop(f"the connecting side has failed: {done.stderr.strip()}")
-        if listener.wait(args.timeout) != 0:
+        if listener.wait(timeout) != 0:
             stop(f"the listening side has failed with status {listener.returncode}")
     times: Times = {}
     for line in done.stdout.splitlines():
@@ -175,7 +186,14 @@ def main() -> None:
     with failing_in_one_line(), make_hosts(args) as hosts:
         if args.rate:
             hosts.shape(args.rate)
-        times = measure(hosts, program, args)
+        times = measure(
+            hosts,
+            program,
+            mib=args.mib,
+            rounds=args.rounds,
+            sockets=args.sockets,
+            timeout=args.timeout,
+        )
     ratios = ratios_of(times)
     show(console, times, ratios, args.mib)
     if args.json:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
 import joining
 import torch
 import torch.distributed as dist
-from turns import Pair, Times, take_turns
+from turns import Pair, Times, fastest_arm, take_turns
 
 import pydist
 from pydist.benchmarks import machine
@@ -36,6 +37,22 @@ def measure(size_bytes: int, budget_s: float, is_symmetric: bool = False) -> Tim
     """
     _check(_zeros(size_bytes, is_symmetric))
     return take_turns(_pair, (size_bytes, is_symmetric), budget_s)
+
+
+def measure_alone(size_bytes: int, budget_s: float, is_symmetric: bool = False) -> float:
+    """Seconds of pydist's, in place or out of place, whichever is faster. Every rank calls it.
+
+    Args:
+        size_bytes: Of the tensor, float32.
+        budget_s: Seconds.
+        is_symmetric: Whether the tensors are in symmetric memory.
+    """
+    return fastest_arm(_arms, (size_bytes, is_symmetric), budget_s)
+
+
+def _arms(size_bytes: int, is_symmetric: bool) -> list[Callable[[], object]]:
+    own, tensor, out = (_zeros(size_bytes, is_symmetric) for _ in range(3))
+    return [partial(pydist.all_reduce, own), partial(pydist.all_reduce, tensor, out=out)]
 
 
 def _zeros(size_bytes: int, is_symmetric: bool) -> torch.Tensor:

@@ -278,8 +278,8 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
     const std::size_t count = std::min(next.window(), segments - first);
     co_await pass_segments(ring, sums, first, count, per_segment);
   }
-  // The slots are transit for whatever comes next.
-  co_await next.until_drained();
+  // The slots may be transit for whatever comes next.
+  co_await next.until_reusable();
   group.complete();
 }
 

@@ -42,8 +42,9 @@ class SendChannel {
   // That nothing that was given to send_from() is needed there any more.
   [[nodiscard]] virtual Condition until_written() = 0;
 
-  // That the receiver has released everything that was sent.
-  [[nodiscard]] virtual Condition until_drained() = 0;
+  // The same, and that its slots may be used for something else: where they lie in memory that has
+  // other uses, that the receiver has released everything that was sent.
+  [[nodiscard]] virtual Condition until_reusable() = 0;
 };
 
 class ReceiveChannel {

@@ -7,7 +7,6 @@ namespace pydist {
 namespace {
 
 constexpr std::size_t kLeastSlotBytes = std::size_t{4} << 10;
-constexpr std::size_t kMostSlotBytes = std::size_t{256} << 10;
 
 std::size_t lanes(int size) noexcept {
   return static_cast<std::size_t>(size) * static_cast<std::size_t>(size);
@@ -15,7 +14,7 @@ std::size_t lanes(int size) noexcept {
 
 std::size_t slot_bytes(int size, const LaneShape& shape) noexcept {
   const std::size_t share = shape.all_bytes / lanes(size) / shape.slots;
-  return std::clamp(share / kLeastSlotBytes * kLeastSlotBytes, kLeastSlotBytes, kMostSlotBytes);
+  return std::clamp(share / kLeastSlotBytes * kLeastSlotBytes, kLeastSlotBytes, shape.slot_bytes);
 }
 
 std::size_t counters_bytes(int size) noexcept {
@@ -68,7 +67,8 @@ ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
           &ends.sent,
           &ends.released,
           rings(sender, receiver).lengths.data(),
-          shape_.window};
+          shape_.window,
+          shape_.release_every};
 }
 
 }  // namespace pydist

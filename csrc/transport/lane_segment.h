@@ -62,14 +62,22 @@ struct LaneRings {
 // The slots of each lane of a set.
 struct LaneShape {
   std::size_t slots;
-  std::size_t window;  // see SendChannel
+  std::size_t window;         // see SendChannel
+  std::size_t release_every;  // see ShmChannelMemory
+  std::size_t slot_bytes;     // at most
   // Address space for the slots of all lanes together, which decides how large each is; memory is
   // taken by the lanes in use.
   std::size_t all_bytes;
 };
-inline constexpr LaneShape kMessageLanes{4, 1, std::size_t{32} << 20};
-// What is under way between hosts hides the time that it takes to arrive.
-inline constexpr LaneShape kCollectiveLanes{8, 3, std::size_t{4} << 30};
+inline constexpr LaneShape kMessageLanes{4, 1, 1, std::size_t{256} << 10, std::size_t{32} << 20};
+// What is under way between hosts hides the time that it takes to arrive. Every packet costs as
+// much as tens of KiB, and each segment ends in a small one: so segments are long, and slots are
+// released in pairs. Longer ones leave the cache before they are worked on.
+inline constexpr LaneShape kCollectiveLanes{8, 3, 2, std::size_t{512} << 10, std::size_t{4} << 30};
+// What is under way and not released (Note [Segments ahead]) has room, and so has what is released
+// and not yet told.
+static_assert(2 * kCollectiveLanes.window + 1 + kCollectiveLanes.release_every - 1 <=
+              kCollectiveLanes.slots);
 
 // Which of a group's sets a lane belongs to.
 enum class LaneSet : std::uint8_t { kMessages, kCollectives };

@@ -33,7 +33,7 @@ void ShmSendChannel::send_from(const std::byte* data, std::size_t bytes) {
   send(bytes);
 }
 
-Condition ShmSendChannel::until_drained() { return {*memory_.released, peer_, sent()}; }
+Condition ShmSendChannel::until_reusable() { return {*memory_.released, peer_, sent()}; }
 
 Condition ShmReceiveChannel::until_received() { return {*memory_.sent, peer_, released() + 1}; }
 

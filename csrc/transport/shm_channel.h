@@ -23,6 +23,8 @@ struct ShmChannelMemory {
   Counter* released = nullptr;       // written by the receiver
   std::uint32_t* lengths = nullptr;  // bytes in each slot; by the sender, before `sent`
   std::size_t window = 1;            // what is sent is there at once
+  // A receiver that has to tell of it by a packet tells of so many released slots at once.
+  std::size_t release_every = 1;
 };
 
 class ShmSendChannel final : public SendChannel {
@@ -38,7 +40,7 @@ class ShmSendChannel final : public SendChannel {
   void send(std::size_t bytes) override;
   void send_from(const std::byte* data, std::size_t bytes) override;
   [[nodiscard]] Condition until_written() override { return {}; }
-  [[nodiscard]] Condition until_drained() override;
+  [[nodiscard]] Condition until_reusable() override;
 
  private:
   [[nodiscard]] std::uint64_t sent() const noexcept {

@@ -45,9 +45,8 @@ class RemoteSendChannel final : public SendChannel {
     link_->send_segment(header_, data, written_);
   }
   [[nodiscard]] Condition until_written() override { return {written_, header_.receiver, given_}; }
-  [[nodiscard]] Condition until_drained() override {
-    return {*memory_.released, header_.receiver, sent()};
-  }
+  // Its slots are nobody else's.
+  [[nodiscard]] Condition until_reusable() override { return until_written(); }
 
  private:
   [[nodiscard]] std::uint64_t sent() const noexcept {
@@ -69,6 +68,7 @@ class RemoteReceiveChannel final : public ReceiveChannel {
   RemoteReceiveChannel(const ShmChannelMemory& memory, const FrameHeader& header, LinkPtr link,
                        Doorbell& own_doorbell, SegmentTargets* targets)
       : channel_(memory, header.receiver, own_doorbell),
+        release_every_(memory.release_every),
         header_(header),
         link_(std::move(link)),
         targets_(targets) {}
@@ -92,11 +92,14 @@ class RemoteReceiveChannel final : public ReceiveChannel {
     if (targets_ != nullptr) {
       targets_->forget_until(header_.number);
     }
-    link_->send(header_);
+    if (header_.number % release_every_ == 0) {
+      link_->send(header_);
+    }
   }
 
  private:
   ShmReceiveChannel channel_;
+  std::size_t release_every_;
   FrameHeader header_;
   LinkPtr link_;
   SegmentTargets* targets_;

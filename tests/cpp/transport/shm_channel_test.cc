@@ -41,7 +41,7 @@ TEST(ShmChannelTest, SlotsFillUpAndAreFreedInOrder) {
   EXPECT_EQ(sender.slot_bytes(), 16u);
   EXPECT_FALSE(receiver.until_received().holds());
   EXPECT_EQ(receiver.until_received().rank(), 0);
-  EXPECT_TRUE(sender.until_drained().holds());
+  EXPECT_TRUE(sender.until_reusable().holds());
   for (int i = 0; i < 3; ++i) {
     ASSERT_TRUE(sender.until_free().holds()) << i;
     std::memset(sender.slot(), i + 1, 16);
@@ -49,13 +49,13 @@ TEST(ShmChannelTest, SlotsFillUpAndAreFreedInOrder) {
   }
   EXPECT_FALSE(sender.until_free().holds());
   EXPECT_EQ(sender.until_free().rank(), 1);
-  EXPECT_FALSE(sender.until_drained().holds());
+  EXPECT_FALSE(sender.until_reusable().holds());
   for (int i = 0; i < 3; ++i) {
     ASSERT_TRUE(receiver.until_received().holds());
     EXPECT_EQ(receiver.slot()[15], static_cast<std::byte>(i + 1));
     receiver.release();
     EXPECT_TRUE(sender.until_free().holds());
-    EXPECT_EQ(sender.until_drained().holds(), i == 2);
+    EXPECT_EQ(sender.until_reusable().holds(), i == 2);
   }
   EXPECT_FALSE(receiver.until_received().holds());
 }
@@ -132,7 +132,7 @@ TEST(ShmChannelTest, ThreadsPassALongText) {
       }
       sender.send(256);
     }
-    wait(sender.until_drained());
+    wait(sender.until_reusable());
     receiving.join();
   }
 }
@@ -161,7 +161,7 @@ TEST(ShmChannelTest, EveryStepRingsTheOtherEnd) {
     sleep_until(sender.until_free(), road.sender_bell);
     sender.send(8);
   }
-  sleep_until(sender.until_drained(), road.sender_bell);
+  sleep_until(sender.until_reusable(), road.sender_bell);
   receiving.join();
 }
 

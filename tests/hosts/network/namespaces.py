@@ -52,6 +52,8 @@ from wires import Wires
 __all__ = ["Host", "Hosts", "HostsUnavailableError", "Link", "address_of"]
 
 MOST_HOSTS = 4
+# Of the namespace of whoever reads it.
+_TCP = Path("/proc/sys/net/ipv4")
 
 
 @dataclass(frozen=True)
@@ -189,10 +191,11 @@ class Hosts(Sequence[Host]):
             about 1 Gbit/s with packets of 1500 bytes.
         loss: the share of packets that are lost, 0 to 1.
         seed: which ones.
+        congestion: the congestion control of the hosts' TCP; the system's where it is None.
 
     Raises:
         HostsUnavailableError: this machine can't; the message says what it needs.
-        ValueError: too many hosts, or too few.
+        ValueError: too many hosts, or too few; or the system has no such congestion control.
     """
 
     def __init__(
@@ -204,6 +207,7 @@ class Hosts(Sequence[Host]):
         delay_ms: float = 0.0,
         loss: float = 0.0,
         seed: int = 0,
+        congestion: str | None = None,
     ) -> None:
         if not 1 <= count <= MOST_HOSTS or links < 1:
             raise ValueError(
@@ -216,8 +220,12 @@ class Hosts(Sequence[Host]):
             raise ValueError(
                 f"delay_ms={delay_ms} must not be negative, and loss={loss} is a share, 0 to 1"
             )
+        known = (_TCP / "tcp_available_congestion_control").read_text().split()
+        if congestion is not None and congestion not in known:
+            raise ValueError(f"congestion={congestion!r}: this system has {', '.join(known)}")
         self._count, self._links, self._mtu = count, links, mtu
         self._delay_ms, self._loss, self._seed = delay_ms, loss, seed
+        self._congestion = congestion
         self._names: list[str] = []
         self._hosts: list[Host] = []
         self._fabric: Fabric | None = None
@@ -240,6 +248,9 @@ class Hosts(Sequence[Host]):
                 for number, link in enumerate(links):
                     self._fabric.attach(index, number, name, link.interface)
                     host._bring_up(number)
+                if self._congestion is not None:
+                    with inside(host.namespace):
+                        (_TCP / "tcp_congestion_control").write_text(self._congestion)
         except BaseException:
             self.close()
             raise

@@ -225,6 +225,17 @@ def test_five_hosts_are_refused() -> None:
         Hosts(5)
 
 
+def test_hosts_have_a_congestion_control_of_their_own() -> None:
+    settings = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    before = settings.read_text()
+    with Hosts(1, congestion="reno") as alone:
+        done = alone[0].run(["cat", str(settings)])
+    assert done.stdout.strip() == "reno"
+    assert settings.read_text() == before
+    with pytest.raises(ValueError, match=r"congestion='none': this system has .*reno"):
+        Hosts(1, congestion="none")
+
+
 def test_a_thread_comes_back_from_a_namespace(hosts: Hosts, tmp_path: Path) -> None:
     own = os.stat("/proc/thread-self/ns/net").st_ino
     with inside(hosts[1].namespace):

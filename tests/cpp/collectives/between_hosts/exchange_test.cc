@@ -105,7 +105,7 @@ class FarSendChannel final : public SendChannel {
     ++road_.given;
   }
   [[nodiscard]] Condition until_written() override { return {road_.written, peer_, road_.given}; }
-  [[nodiscard]] Condition until_drained() override { return {road_.released, peer_, road_.given}; }
+  [[nodiscard]] Condition until_reusable() override { return {road_.released, peer_, road_.given}; }
 
  private:
   ExchangeRoad& road_;

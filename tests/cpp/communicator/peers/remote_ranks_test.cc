@@ -95,7 +95,9 @@ TEST(RemoteRanksTest, SegmentsArriveInOrderHoweverTheyCome) {
       }
     }
     EXPECT_FALSE(channel.until_received().holds());
-    for (std::uint64_t number = 1; number <= 8; ++number) {
+    // Slots of collectives are released in pairs.
+    const std::uint64_t step = set == LaneSet::kMessages ? 1 : 2;
+    for (std::uint64_t number = step; number <= 8; number += step) {
       const std::optional<std::string> released = ground.receive(FrameKind::kReleased);
       ASSERT_TRUE(released);
       FrameHeader header;
