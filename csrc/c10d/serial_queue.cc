@@ -31,12 +31,39 @@ bool SerialQueue::post(std::function<void()> job) {
   return true;
 }
 
+bool SerialQueue::run_if_idle(const std::function<void()>& job) {
+  if (birth_.is_inherited()) {
+    return false;
+  }
+  // The job may be the last to know the queue.
+  const std::shared_ptr<State> state = state_;
+  std::unique_lock lock(state->mutex);
+  if (state->stopped || state->is_busy() || !state->jobs.empty()) {
+    return false;
+  }
+  state->runs_at_caller = true;
+  run(*state, lock, job);
+  state->runs_at_caller = false;
+  if (state->stopped || !state->jobs.empty()) {
+    state->changed.notify_all();
+  }
+  return true;
+}
+
 bool SerialQueue::is_idle() const {
   if (birth_.is_inherited()) {
     return true;
   }
   const std::lock_guard lock(state_->mutex);
-  return !state_->busy && state_->jobs.empty();
+  return !state_->is_busy() && state_->jobs.empty();
+}
+
+bool SerialQueue::runs_here() const {
+  if (birth_.is_inherited()) {
+    return false;
+  }
+  const std::lock_guard lock(state_->mutex);
+  return state_->runs_at_caller && state_->worker == std::this_thread::get_id();
 }
 
 void SerialQueue::stop() {
@@ -47,36 +74,40 @@ void SerialQueue::stop() {
   state_->stopped = true;
   state_->changed.notify_all();
   EngineThread thread = std::move(state_->thread);
-  if (state_->server == std::this_thread::get_id()) {
+  if (state_->worker == std::this_thread::get_id()) {
     lock.unlock();
     thread.let_go();
     return;
   }
   // A job that stopped the queue has let go of the thread: nobody can join it any more.
-  state_->changed.wait(lock, [this] { return !state_->serving; });
+  state_->changed.wait(lock, [this] { return !state_->serving && !state_->is_busy(); });
   lock.unlock();
   thread.join();
 }
 
+void SerialQueue::run(State& state, std::unique_lock<std::mutex>& lock,
+                      const std::function<void()>& job) {
+  state.worker = std::this_thread::get_id();
+  lock.unlock();
+  job();
+  lock.lock();
+  state.worker = {};
+}
+
 void SerialQueue::serve(State& state) {
   std::unique_lock lock(state.mutex);
-  state.server = std::this_thread::get_id();
   for (;;) {
-    state.changed.wait(lock, [&] { return state.stopped || !state.jobs.empty(); });
+    state.changed.wait(lock,
+                       [&] { return !state.is_busy() && (state.stopped || !state.jobs.empty()); });
     if (state.jobs.empty()) {
       state.serving = false;
-      state.server = {};
       state.changed.notify_all();
       return;
     }
     std::function<void()> job = std::move(state.jobs.front());
     state.jobs.pop_front();
-    state.busy = true;
-    lock.unlock();
-    job();
-    job = nullptr;
-    lock.lock();
-    state.busy = false;
+    // What the job holds goes with it, on this thread.
+    run(state, lock, [&job] { std::exchange(job, nullptr)(); });
   }
 }
 

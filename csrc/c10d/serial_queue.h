@@ -1,7 +1,8 @@
-// Runs jobs one at a time, in the order in which they were posted, on a thread of its own.
+// Runs jobs one at a time, in the order in which they were posted, on a thread of its own, or at
+// once on the caller's.
 //
 // Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
-// jobs that were posted, except on the queue's own thread, where a job may let go of the queue: the
+// jobs that were posted, except on the thread of a job, where it may let go of the queue: the
 // remaining jobs then run after this one. In a forked child the queue takes nothing, is idle, and
 // waits for nobody.
 
@@ -31,7 +32,13 @@ class SerialQueue {
   // nothing, where no thread is to be had.
   [[nodiscard]] bool post(std::function<void()> job);
 
+  // Runs `job` here if there is no other; what is posted meanwhile comes after it. Returns whether
+  // it has. `job` must not throw.
+  [[nodiscard]] bool run_if_idle(const std::function<void()>& job);
+
   [[nodiscard]] bool is_idle() const;
+  // Whether this thread is in run_if_idle().
+  [[nodiscard]] bool runs_here() const;
 
   // Idempotent.
   void stop();
@@ -41,14 +48,18 @@ class SerialQueue {
     mutable std::mutex mutex;
     std::condition_variable changed;
     std::deque<std::function<void()>> jobs;  // guarded by mutex
-    bool busy = false;                       // guarded by mutex
+    std::thread::id worker;                  // of the job that runs; guarded by mutex
     bool stopped = false;                    // guarded by mutex
     bool serving = false;                    // whether there is a thread; guarded by mutex
-    std::thread::id server;                  // that thread; guarded by mutex
-    EngineThread thread;                     // guarded by mutex, but for joining
+    bool runs_at_caller = false;             // the job that runs; guarded by mutex
+
+    [[nodiscard]] bool is_busy() const { return worker != std::thread::id(); }
+    EngineThread thread;  // guarded by mutex, but for joining
   };
 
   static void serve(State& state);
+  static void run(State& state, std::unique_lock<std::mutex>& lock,
+                  const std::function<void()>& job);
 
   const char* const thread_name_;
   const Birth birth_;

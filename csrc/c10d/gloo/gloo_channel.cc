@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/interruption.h"
 #include "c10d/tensors.h"
 
 namespace pydist {
@@ -126,8 +127,30 @@ void GlooChannel::all_reduce_sum(void* data, std::size_t count, DType dtype, Dea
     std::vector<at::Tensor> tensors{at::from_blob(data, {elements}, scalar_type_of(dtype))};
     c10d::AllreduceOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->allreduce(tensors, options)->wait();
+    await(*backend().allreduce(tensors, options));
   });
+}
+
+// A signal handler that runs while a collective waits may have let the group go.
+c10d::Backend& GlooChannel::backend() const {
+  if (!backend_) {
+    throw Aborted("The group has been shut down.");
+  }
+  return *backend_;
+}
+
+void GlooChannel::await(c10d::Work& work) const {
+  while (look_ && !work.isCompleted()) {
+    try {
+      work.wait(kInterruptionInterval);
+    } catch (const std::exception&) {
+      // Either the interval has passed or the work has failed, which is seen below.
+      if (!work.isCompleted()) {
+        look_();
+      }
+    }
+  }
+  work.wait();
 }
 
 void GlooChannel::copy_own_block(const void* input, void* output, std::size_t bytes) const {
@@ -153,7 +176,7 @@ void GlooChannel::all_gather(const void* input, void* output, std::size_t bytes,
         bytes_at(static_cast<std::byte*>(output) + static_cast<std::size_t>(rank_) * bytes, bytes);
     c10d::AllgatherOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->_allgather_base(gathered, own, options)->wait();
+    await(*backend()._allgather_base(gathered, own, options));
   });
 }
 
@@ -166,7 +189,7 @@ void GlooChannel::broadcast(void* data, std::size_t bytes, int root, Deadline de
     c10d::BroadcastOptions options;
     options.rootRank = root;
     options.timeout = timeout_of(deadline);
-    backend_->broadcast(tensors, options)->wait();
+    await(*backend().broadcast(tensors, options));
   });
 }
 
@@ -192,7 +215,7 @@ void GlooChannel::all_to_all(const void* input, const std::vector<std::int64_t>&
     std::vector<std::int64_t> source_splits = input_bytes;
     c10d::AllToAllOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->alltoall_base(target, source, target_splits, source_splits, options)->wait();
+    await(*backend().alltoall_base(target, source, target_splits, source_splits, options));
   });
 }
 
@@ -203,14 +226,14 @@ void GlooChannel::barrier(Deadline deadline) {
   typed([&] {
     c10d::BarrierOptions options;
     options.timeout = timeout_of(deadline);
-    backend_->barrier(options)->wait();
+    await(*backend().barrier(options));
   });
 }
 
 void GlooChannel::gather_records(const void* mine, void* all, std::size_t bytes,
                                  Deadline deadline) {
   if (control_) {
-    control_->all_gather(mine, all, bytes, deadline);
+    control_->all_gather(mine, all, bytes, deadline, look_);
   } else {
     all_gather(mine, all, bytes, deadline);
   }

@@ -12,9 +12,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -23,7 +25,8 @@
 
 namespace c10d {
 class Backend;
-}
+class Work;
+}  // namespace c10d
 
 namespace pydist {
 
@@ -36,6 +39,10 @@ class GlooChannel {
   GlooChannel(const GlooChannel&) = delete;
   GlooChannel& operator=(const GlooChannel&) = delete;
   ~GlooChannel();
+
+  // From now on whoever waits in a collective calls `look` now and then; null: nothing. For the
+  // thread whose turn it is.
+  void while_waiting(std::function<void()> look) { look_ = std::move(look); }
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
@@ -82,9 +89,12 @@ class GlooChannel {
   void abandon() noexcept;
 
  private:
+  [[nodiscard]] c10d::Backend& backend() const;
+  void await(c10d::Work& work) const;
   void copy_own_block(const void* input, void* output, std::size_t bytes) const;
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::function<void()> look_;
   // close() may be called by whatever fails the group, also while another thread lets it go.
   std::mutex end_mutex_;
   std::unique_ptr<GlooControl> control_;  // may be null

@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "base/error.h"
+#include "base/interruption.h"
 #include "base/log.h"
 #include "health/doorbell.h"
 #include "health/text_field.h"
@@ -148,7 +149,8 @@ void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadli
   }
 }
 
-void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline) {
+void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline,
+                             const std::function<void()>& look) {
   PYDIST_CHECK(bytes <= kMostRecordBytes);
   const auto ranks = links_.size();
   const auto own = static_cast<std::size_t>(rank_);
@@ -168,7 +170,7 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
     FrameHeader header = frame_between(FrameKind::kRecords, id_, rank_, static_cast<int>(to));
     header.number = number;
     links_[to]->send(header, {blocks.data(), count * bytes});
-    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline);
+    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline, look);
     if (got.size() != count * bytes) {
       throw TransportError(join("rank ", from, " has sent ", got.size(),
                                 " bytes of records instead of ", count * bytes, "."));
@@ -181,8 +183,10 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
   }
 }
 
-std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Deadline deadline) {
+std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Deadline deadline,
+                                          const std::function<void()>& look) {
   const Deadline spin_end = Deadline::in(spin_);
+  Deadline next_look = Deadline::in(kInterruptionInterval);
   bool spins = spin_.count() != 0;
   std::unique_lock lock(mutex_);
   while (true) {
@@ -208,6 +212,12 @@ std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Dead
       continue;
     }
     changed_.wait_until(lock, deadline.earlier_of(Deadline::in(kLongestControlSleep)).when());
+    if (look && next_look.has_passed()) {
+      lock.unlock();
+      look();
+      lock.lock();
+      next_look = Deadline::in(kInterruptionInterval);
+    }
   }
 }
 

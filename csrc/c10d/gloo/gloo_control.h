@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -84,9 +85,10 @@ class GlooControl final : private FrameSink {
   void connect(int rank, std::span<const Card> cards, Deadline deadline);
 
   // all[r] = rank r's `mine`, each of `bytes` bytes, at most kMostRecordBytes. Collective; for one
-  // thread at a time. Throws PeerLost where a rank is gone or has closed, Aborted once this one
-  // has, Timeout.
-  void all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline);
+  // thread at a time, which calls `look`, where it isn't null, now and then while it waits. Throws
+  // PeerLost where a rank is gone or has closed, Aborted once this one has, Timeout.
+  void all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline,
+                  const std::function<void()>& look = nullptr);
   static constexpr std::size_t kMostRecordBytes = std::size_t{1} << 20;
 
   // From now on every all_gather fails, here and on the others. Any thread, any time.
@@ -102,7 +104,8 @@ class GlooControl final : private FrameSink {
   [[nodiscard]] std::chrono::nanoseconds spin_time(std::span<const Card> cards) const;
   [[nodiscard]] int size() const noexcept { return static_cast<int>(links_.size()); }
   // What the frame with that number from `sender` has brought.
-  [[nodiscard]] std::vector<std::byte> await(int sender, std::uint64_t number, Deadline deadline);
+  [[nodiscard]] std::vector<std::byte> await(int sender, std::uint64_t number, Deadline deadline,
+                                             const std::function<void()>& look);
   // With mutex_. Throws where it will not come.
   void check_hope(int sender) const;
 

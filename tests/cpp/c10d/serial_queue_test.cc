@@ -101,6 +101,65 @@ TEST(SerialQueueTest, WhatIsPostedWithoutAThreadIsNotKept) {
   EXPECT_EQ(*held, 0);
 }
 
+TEST(SerialQueueTest, AnIdleQueueRunsAJobAtItsCallers) {
+  SerialQueue queue("test-queue");
+  std::vector<int> order;
+  EXPECT_TRUE(queue.run_if_idle([&, caller = std::this_thread::get_id()] {
+    EXPECT_EQ(std::this_thread::get_id(), caller);
+    EXPECT_TRUE(queue.runs_here());
+    EXPECT_FALSE(queue.is_idle());
+    EXPECT_FALSE(queue.run_if_idle([] {}));
+    EXPECT_TRUE(queue.post([&] {
+      order.push_back(2);
+      EXPECT_FALSE(queue.runs_here());
+    }));
+    std::this_thread::sleep_for(milliseconds(20));
+    order.push_back(1);
+  }));
+  EXPECT_FALSE(queue.runs_here());
+  queue.stop();
+  EXPECT_EQ(order, (std::vector{1, 2}));
+  EXPECT_FALSE(queue.run_if_idle([] {}));
+}
+
+TEST(SerialQueueTest, ABusyQueueRunsNothingAtItsCallers) {
+  SerialQueue queue("test-queue");
+  std::promise<void> may_end;
+  ASSERT_TRUE(queue.post([&] { may_end.get_future().wait(); }));
+  EXPECT_FALSE(queue.run_if_idle([] {}));
+  may_end.set_value();
+  queue.stop();
+}
+
+TEST(SerialQueueTest, StopWaitsForAJobAtItsCallers) {
+  SerialQueue queue("test-queue");
+  std::promise<void> has_begun;
+  std::atomic<bool> has_ended{false};
+  std::thread caller([&] {
+    EXPECT_TRUE(queue.run_if_idle([&] {
+      has_begun.set_value();
+      std::this_thread::sleep_for(milliseconds(20));
+      has_ended = true;
+    }));
+  });
+  has_begun.get_future().wait();
+  queue.stop();
+  EXPECT_TRUE(has_ended);
+  caller.join();
+}
+
+TEST(SerialQueueTest, AJobAtItsCallersMayStopTheQueue) {
+  SerialQueue queue("test-queue");
+  std::atomic<int> later{0};
+  EXPECT_TRUE(queue.run_if_idle([&] {
+    EXPECT_TRUE(queue.post([&] { ++later; }));
+    queue.stop();
+    EXPECT_EQ(later, 0);
+  }));
+  queue.stop();
+  EXPECT_EQ(later, 1);
+}
+
 // The child has the lock and the jobs of the queue as they were, and nobody who runs them.
 TEST(SerialQueueTest, AForkedChildPostsNothingAndWaitsForNobody) {
   SerialQueue queue("test-queue");

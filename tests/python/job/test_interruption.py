@@ -321,6 +321,50 @@ def test_a_handler_may_abort_the_group(run_two: Runner) -> None:
     assert "preempted" in run_two(aborting_handler)[0]
 
 
+def handler_that_shuts_down() -> str:
+    pydist.init(timeout=30)
+    if pydist.rank() == 1:
+        time.sleep(1.5)
+        return ""
+    signal.signal(signal.SIGTERM, lambda *_: pydist.shutdown())
+    signal_soon(signal.SIGTERM)
+    began = time.monotonic()
+    with pytest.raises(pydist.Aborted, match="shut ?down"):
+        pydist.all_reduce(torch.ones(3))
+    assert time.monotonic() - began < SOON_S
+    return "ended"
+
+
+def test_a_handler_may_shut_down(run_two: Runner) -> None:
+    assert run_two(handler_that_shuts_down)[0] == "ended"
+
+
+def handler_that_reduces() -> tuple[float, list[str]]:
+    pydist.init(timeout=30)
+    seen: list[str] = []
+
+    def handler(_number: int, _frame: object) -> None:
+        try:
+            pydist.all_reduce(torch.ones(1))
+        except pydist.InvalidUsage as error:
+            seen.append(str(error))
+
+    signal.signal(signal.SIGUSR2, handler)
+    if pydist.rank() == 0:
+        signal_soon(signal.SIGUSR2)
+    else:
+        time.sleep(1.0)
+    return pydist.all_reduce(torch.ones(3)).sum().item(), seen
+
+
+# On the native backend it would wait for the other ranks to do the same.
+def test_on_gloo_a_handler_may_not_reduce_while_a_collective_waits() -> None:
+    with Ranks(2, {"PYDIST_BACKEND": "gloo"}) as ranks:
+        (interrupted, (words,)), other = ranks.run(handler_that_reduces, timeout=LIMIT_S)
+    assert (interrupted, other) == (6.0, (6.0, []))
+    assert "called while this thread is in another one of it: by a signal handler" in words
+
+
 def interrupted_meeting() -> str:
     if pydist_rank() == 0:
         time.sleep(1.0)
