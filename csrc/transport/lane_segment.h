@@ -71,9 +71,10 @@ struct LaneShape {
 };
 inline constexpr LaneShape kMessageLanes{4, 1, 1, std::size_t{256} << 10, std::size_t{32} << 20};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
-// much as tens of KiB, and each segment ends in a small one: so segments are long, and slots are
-// released in pairs. Longer ones leave the cache before they are worked on.
-inline constexpr LaneShape kCollectiveLanes{8, 3, 2, std::size_t{512} << 10, std::size_t{4} << 30};
+// much as tens of KiB, and a segment may end in a small one: so segments are long (512 KiB and a
+// little, see Note [Whole packets]), and slots are released in pairs. Longer ones leave the cache
+// before they are worked on.
+inline constexpr LaneShape kCollectiveLanes{8, 3, 2, std::size_t{544} << 10, std::size_t{4} << 30};
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.
 static_assert(2 * kCollectiveLanes.window + 1 + kCollectiveLanes.release_every - 1 <=

@@ -70,14 +70,14 @@ struct Speakers {
         turns(the_placement, the_run.me()),
         host(the_placement.host_of(the_run.me())),
         mine(static_cast<std::size_t>(the_placement.index_on_host(the_run.me()))),
-        elements(the_channels.slot_bytes() / the_run.element_bytes()) {}
+        cut(the_channels.slot_bytes(), the_run.element_bytes()) {}
 
   [[nodiscard]] Block segment(const Block& block, std::size_t turn) const {
-    return part_of(block, turn, elements, run.element_bytes());
+    return cut.part_of(block, turn, run.element_bytes());
   }
   template <typename BlockOf>
   [[nodiscard]] std::size_t turns_for(const BlockOf& block_of) const {
-    return parts_in(largest_of(run.size(), block_of), elements);
+    return cut.parts_in(largest_of(run.size(), block_of));
   }
   // The ranks of other hosts that speak for this rank's block, or about whose blocks it speaks.
   [[nodiscard]] int counterpart_on(int other_host) const {
@@ -89,8 +89,8 @@ struct Speakers {
   const Placement& placement;
   const Turns turns;
   const int host;
-  const std::size_t mine;      // this rank's index among those of its host
-  const std::size_t elements;  // of a segment
+  const std::size_t mine;  // this rank's index among those of its host
+  const Cut cut;
 };
 
 // -- reducing -------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ struct ReducingSpeakers : Speakers {
         host_sums(the_run, the_placement),
         own_sums(the_channels.window() + 2) {
     for (std::vector<std::byte>& sum : own_sums) {
-      sum.resize(run.slot_bytes(std::min(elements, input(run.me()).count)));
+      sum.resize(run.slot_bytes(std::min(cut.longest(), input(run.me()).count)));
     }
   }
 
@@ -301,7 +301,7 @@ Task spread_blocks_by_hosts(Collective& run, Channels& channels, const Placement
   for (std::size_t step = 0; step < speakers.turns.steps_of_a_turn(); ++step) {
     const int block = speakers.turns.block_of(speakers.mine, step);
     if (block >= 0 && block != run.me()) {
-      expect_segments(channels.from(block), speakers.block(block), speakers.elements,
+      expect_segments(channels.from(block), speakers.block(block), speakers.cut,
                       run.element_bytes());
     }
   }

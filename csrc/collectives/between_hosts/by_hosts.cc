@@ -79,26 +79,25 @@ struct Lanes {
         host(the_placement.host_of(the_run.me())),
         mine(the_placement.index_on_host(the_run.me())),
         drives(mine < pieces.lanes()),
-        elements(the_channels.slot_bytes() / the_run.element_bytes() /
-                 static_cast<std::size_t>(the_placement.hosts())),
+        cut(the_channels.slot_bytes(), the_run.element_bytes(),
+            static_cast<std::size_t>(the_placement.hosts())),
         host_sums(the_run, the_placement),
         own_sums(the_channels.window() + 1),
         input(the_run.call().inputs[0].data),
         output(the_run.call().outputs[0].data),
         heap(buffers_on_heap(the_run, the_placement)) {
     for (std::vector<std::byte>& sum : own_sums) {
-      sum.resize(drives ? run.slot_bytes(elements) : 0);
+      sum.resize(drives ? run.slot_bytes(cut.longest()) : 0);
     }
     for (int each = 0; drives && each < placement.hosts(); ++each) {
       results.emplace_back(channels.from(driver(each, mine)),
-                           parts_in(pieces.of(nullptr, mine, host).count, elements),
-                           channels.window());
+                           cut.parts_in(pieces.of(nullptr, mine, host).count), channels.window());
     }
   }
 
-  [[nodiscard]] std::size_t steps() const { return parts_in(pieces.largest(), elements); }
+  [[nodiscard]] std::size_t steps() const { return cut.parts_in(pieces.largest()); }
   [[nodiscard]] Block part(std::byte* buffer, int lane, int its_host, std::size_t step) const {
-    return part_of(pieces.of(buffer, lane, its_host), step, elements, run.element_bytes());
+    return cut.part_of(pieces.of(buffer, lane, its_host), step, run.element_bytes());
   }
   // Elements of all hosts' parts of a lane, which travel inside a host as one.
   [[nodiscard]] std::size_t bundle(int lane, std::size_t step) const {
@@ -164,7 +163,7 @@ struct Lanes {
   const int host;
   const int mine;     // this rank among those of its host
   const bool drives;  // lane `mine`
-  const std::size_t elements;
+  const Cut cut;
   HostSums host_sums;
   std::vector<std::vector<std::byte>> own_sums;  // of this host for its own piece, by step
   std::byte* const input;

@@ -84,17 +84,17 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
   const std::vector<int> others = others_of(run);
   const int me = run.me();
   const std::size_t ahead = channels.window();
-  const std::size_t elements = channels.slot_bytes() / run.slot_element_bytes();
-  const std::size_t segments = parts_in(blocks.largest(), elements);
+  const Cut cut(channels.slot_bytes(), run.slot_element_bytes());
+  const std::size_t segments = cut.parts_in(blocks.largest());
   const auto segment = [&](const Block& block, std::size_t index) {
-    return part_of(block, index, elements, run.element_bytes());
+    return cut.part_of(block, index, run.element_bytes());
   };
   std::vector<const std::byte*> pieces(static_cast<std::size_t>(run.size()));
 
   const bool expects_results = blocks.gathers() && !run.wire().converts();
   std::vector<ResultNumbers> results;  // by rank
   for (int rank = 0; rank < run.size() && expects_results; ++rank) {
-    results.emplace_back(channels.from(rank), parts_in(blocks.input(me).count, elements), ahead);
+    results.emplace_back(channels.from(rank), cut.parts_in(blocks.input(me).count), ahead);
   }
   for (std::size_t step = 0; step < segments + 2 * ahead; ++step) {
     for (const int rank : others) {
@@ -189,16 +189,16 @@ Task exchange_blocks(Collective& run, Channels& channels) {
         return call.received_from(rank);
     }
   };
-  const std::size_t elements = channels.slot_bytes() / run.slot_element_bytes();
+  const Cut cut(channels.slot_bytes(), run.slot_element_bytes());
   const std::vector<int> others = others_of(run);
   std::size_t segments = 0;
   for (const int rank : others) {
-    segments = std::max({segments, parts_in(sent_to(rank).count, elements),
-                         parts_in(received_from(rank).count, elements)});
+    segments = std::max(
+        {segments, cut.parts_in(sent_to(rank).count), cut.parts_in(received_from(rank).count)});
   }
   const std::size_t ahead = channels.window();
   const auto segment = [&](const Block& block, std::size_t index) {
-    return part_of(block, index, elements, run.element_bytes());
+    return cut.part_of(block, index, run.element_bytes());
   };
 
   // In all_to_all, what comes from a rank may take the place of what goes to it.
@@ -208,7 +208,7 @@ Task exchange_blocks(Collective& run, Channels& channels) {
   };
   for (const int rank : others) {
     if (!is_in_place(rank)) {
-      expect_segments(channels.from(rank), received_from(rank), elements, run.element_bytes());
+      expect_segments(channels.from(rank), received_from(rank), cut, run.element_bytes());
     }
   }
   if (const Block own = received_from(me); own.count != 0) {

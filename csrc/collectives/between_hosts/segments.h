@@ -14,17 +14,46 @@
 
 namespace pydist {
 
-// Part `index` of a block that is cut into parts of so many elements.
-[[nodiscard]] inline Block part_of(const Block& block, std::size_t index, std::size_t elements,
-                                   std::size_t element_bytes) noexcept {
-  const std::size_t begin = std::min(block.count, index * elements);
-  return {block.data == nullptr ? nullptr : block.data + begin * element_bytes,
-          std::min(elements, block.count - begin)};
-}
+// How blocks are cut into parts, of which a slot takes one, or one of each of some blocks. Parts
+// are equally long but the last, which also takes what would be little for one of its own.
+//
+// Note [Whole packets] Linux hands data to a device in packets of up to 64 KiB, which whoever sends
+// them on cuts to the size of the network's (TSO): 45 times 1448 bytes in most networks. What such
+// a packet costs the processor hardly depends on what it carries. So parts end where it is full.
+class Cut {
+ public:
+  Cut(std::size_t slot_bytes, std::size_t element_bytes, std::size_t blocks_in_slot = 1) noexcept
+      : longest_(slot_bytes / blocks_in_slot / element_bytes),
+        elements_(std::max<std::size_t>(
+            1, whole_packets(longest_ * element_bytes / 17 * 16) / element_bytes)) {}
 
-[[nodiscard]] constexpr std::size_t parts_in(std::size_t count, std::size_t elements) noexcept {
-  return (count + elements - 1) / elements;
-}
+  // Elements of the longest part there may be.
+  [[nodiscard]] std::size_t longest() const noexcept { return longest_; }
+  [[nodiscard]] std::size_t parts_in(std::size_t count) const noexcept {
+    return count <= longest_ ? static_cast<std::size_t>(count != 0)
+                             : (count - longest_ + elements_ - 1) / elements_ + 1;
+  }
+  // Part `index`; an empty one behind the last.
+  [[nodiscard]] Block part_of(const Block& block, std::size_t index,
+                              std::size_t element_bytes) const noexcept {
+    const std::size_t parts = parts_in(block.count);
+    const std::size_t begin = index < parts ? index * elements_ : block.count;
+    return {block.data == nullptr ? nullptr : block.data + begin * element_bytes,
+            index + 1 < parts ? elements_ : block.count - begin};
+  }
+
+ private:
+  static constexpr std::size_t kPacket = 45 * 1448;
+  static constexpr std::size_t kAlignment = 64;  // room for a frame's header, too
+
+  static constexpr std::size_t whole_packets(std::size_t bytes) noexcept {
+    const std::size_t packets = (bytes + kAlignment) / kPacket * kPacket;
+    return packets == 0 ? bytes : (packets - kAlignment) / kAlignment * kAlignment;
+  }
+
+  std::size_t longest_;
+  std::size_t elements_;
+};
 
 // What a rank contributes to the block that `rank` gets, in reduce_scatter and reduce.
 [[nodiscard]] inline Block contribution(const Call& call, int rank) noexcept {
@@ -44,13 +73,12 @@ template <typename BlockOf>
   return largest;
 }
 
-// Says where the segments of a block belong, each of so many elements, which come next from a rank,
-// in the block's type.
-inline void expect_segments(ReceiveChannel& channel, const Block& block, std::size_t elements,
+// Says where the segments of a block belong, which come next from a rank, in the block's type.
+inline void expect_segments(ReceiveChannel& channel, const Block& block, const Cut& cut,
                             std::size_t element_bytes) {
   const std::uint64_t first = channel.released() + 1;
-  for (std::size_t index = 0; index < parts_in(block.count, elements); ++index) {
-    const Block part = part_of(block, index, elements, element_bytes);
+  for (std::size_t index = 0; index < cut.parts_in(block.count); ++index) {
+    const Block part = cut.part_of(block, index, element_bytes);
     channel.expect(first + index, {part.data, part.count * element_bytes});
   }
 }
