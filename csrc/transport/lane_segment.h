@@ -1,6 +1,7 @@
 // The layout of memory for what passes between two ranks of a group: a lane for every ordered pair
-// of ranks (a rank and itself included). The ranks of a host share it. What a rank of another host
-// writes into a lane is written there by the one that has received it, see transport/tcp/frame.h.
+// of ranks (a rank and itself included), or of those alone of which one is on this host. The ranks
+// of a host share it. What a rank of another host writes into a lane is written there by the one
+// that has received it, see transport/tcp/frame.h.
 //
 // A group has one set of lanes for messages, and one that spans hosts another for its collectives,
 // which use the slots alone. Messages:
@@ -22,10 +23,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "base/dtype.h"
 #include "health/condition.h"
 #include "memory/shared_segment.h"
+#include "topology/placement.h"
 #include "transport/shm_channel.h"
 
 namespace pydist {
@@ -80,15 +85,64 @@ inline constexpr LaneShape kCollectiveLanes{8, 3, 2, std::size_t{544} << 10, std
 static_assert(2 * kCollectiveLanes.window + 1 + kCollectiveLanes.release_every - 1 <=
               kCollectiveLanes.slots);
 
+// Which lanes there are, and in which place.
+class LaneTable {
+ public:
+  LaneTable() = default;
+  // Of all pairs of so many ranks.
+  explicit LaneTable(int size) noexcept : size_(size), here_(size), most_(pairs(size, size)) {}
+  // Of those with a rank on this host.
+  LaneTable(const Placement& placement, int host);
+
+  // On this host, and on the host that has the most. The same table gives all hosts slots that are
+  // equally long.
+  [[nodiscard]] std::size_t count() const noexcept {
+    return index_ == nullptr ? most_ : 2 * pairs(here_, size_);
+  }
+  [[nodiscard]] std::size_t most() const noexcept { return most_; }
+
+  // Precondition: there is such a lane.
+  [[nodiscard]] std::size_t place_of(int sender, int receiver) const noexcept;
+  // Those of a sender lie side by side from the first on.
+  [[nodiscard]] std::size_t first_of(int sender) const noexcept;
+  [[nodiscard]] std::size_t count_of(int sender) const noexcept {
+    return static_cast<std::size_t>(is_here(sender) ? size_ : here_);
+  }
+
+ private:
+  static constexpr std::size_t pairs(int some, int others) noexcept {
+    return static_cast<std::size_t>(some) * static_cast<std::size_t>(others);
+  }
+  // Among the ranks of this host; negative: it is on another one.
+  [[nodiscard]] int index_here(int rank) const noexcept {
+    return index_ == nullptr ? rank : (*index_)[static_cast<std::size_t>(rank)];
+  }
+  [[nodiscard]] bool is_here(int rank) const noexcept { return index_here(rank) >= 0; }
+
+  int size_ = 0;
+  int here_ = 0;  // ranks on this host
+  std::size_t most_ = 0;
+  std::shared_ptr<const std::vector<int>> index_;  // null: all are here
+};
+
 // Which of a group's sets a lane belongs to.
 enum class LaneSet : std::uint8_t { kMessages, kCollectives };
 
 class LaneSegment {
  public:
   LaneSegment() = default;
-  LaneSegment(SharedSegment segment, int size, const LaneShape& shape = kMessageLanes) noexcept;
+  LaneSegment(SharedSegment segment, LaneTable table, const LaneShape& shape) noexcept;
+  // Messages between all of so many ranks.
+  LaneSegment(SharedSegment segment, int size) noexcept
+      : LaneSegment(std::move(segment), LaneTable(size), kMessageLanes) {}
 
-  [[nodiscard]] static std::size_t bytes(int size, const LaneShape& shape = kMessageLanes) noexcept;
+  [[nodiscard]] static std::size_t bytes(const LaneTable& table, const LaneShape& shape) noexcept;
+  [[nodiscard]] static std::size_t bytes(int size) noexcept {
+    return bytes(LaneTable(size), kMessageLanes);
+  }
+  // Of each slot of each lane.
+  [[nodiscard]] static std::size_t slot_bytes(const LaneTable& table,
+                                              const LaneShape& shape) noexcept;
   // Those of the lanes of one sender.
   void reserve_counters(int sender) const;
   // For the sender of a lane.
@@ -99,14 +153,10 @@ class LaneSegment {
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
 
  private:
-  [[nodiscard]] std::size_t lane(int sender, int receiver) const noexcept {
-    return static_cast<std::size_t>(sender) * static_cast<std::size_t>(size_) +
-           static_cast<std::size_t>(receiver);
-  }
   [[nodiscard]] std::size_t lane_offset(int sender, int receiver) const noexcept;
 
   SharedSegment segment_;
-  int size_ = 0;
+  LaneTable table_;
   LaneShape shape_ = kMessageLanes;
 };
 

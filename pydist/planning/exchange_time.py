@@ -23,8 +23,8 @@ comes on top: for the stages on the host a chunk, for the rest a message of it.
 
 where *link* is its time for all bytes, and *host* and *messages* are the processor's for the stages
 on the host and for sending, receiving and combining. The larger of the two is the time, beside the
-delays. A chunk is as large as gives messages of MESSAGE_BYTES. An exchange that is too small for
-two chunks has one.
+delays. A chunk is as large as gives messages of `message_bytes`. An exchange that is too small
+for two chunks has one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ from pydist.planning.costs import Costs
 INLINE_BYTES = 256
 # Of an announcement without data.
 ANNOUNCEMENT_BYTES = 64
-# Of a message of a large exchange, where there are as many bytes (csrc/transport/lane_segment.h).
-MESSAGE_BYTES = 64 << 10
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -59,6 +57,17 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.hosts}x{self.ranks_per_host}"
+
+
+def message_bytes(shape: Shape) -> float:
+    """Of a message of a large exchange between hosts, where there are as many bytes.
+
+    The lanes of a host share an address space (csrc/transport/lane_segment.h). Where hosts have
+    several ranks, a slot takes a message for each host (csrc/collectives/between_hosts).
+    """
+    lanes = 2 * shape.ranks_per_host * shape.ranks
+    slot = min(max((4 << 30) / lanes / 8, 4 << 10), 544 << 10) * 16 / 17
+    return slot / shape.hosts if shape.ranks_per_host > 1 else slot
 
 
 Time = Callable[[Costs, Shape, float], float]
@@ -198,7 +207,7 @@ def _direct(
     # Of one half: what the link carries each way, and what one of its ranks drives.
     carried = _others(shape.hosts) * size_bytes
     driven = carried / shape.ranks_per_host
-    chunks = max(1.0, size_bytes / (shape.ranks * MESSAGE_BYTES))
+    chunks = max(1.0, size_bytes / (shape.ranks * message_bytes(shape)))
     messages_s = halves * (other_hosts * chunks * link.message_s + driven * link.rank_s_per_byte)
     host_s = 0.0
     if reduces:

@@ -396,7 +396,7 @@ class Meeting {
         memory_.create();
       }
       if (spans_hosts) {
-        memory_.create_lanes_between_hosts();
+        memory_.create_lanes_between_hosts(placement(), own_host());
       }
       for (SegmentOffer& offer : memory_.offer(endpoint.server(), token, trust.secret)) {
         offers.push_back(std::move(offer));
@@ -438,7 +438,7 @@ class Meeting {
   void fetch_memory(const Trust& trust) {
     const int first = leader();
     const Card& card = card_of(first);
-    memory_.fetch(placement().spans_hosts(), [&](const char* name) {
+    memory_.fetch(placement(), own_host(), [&](const char* name) {
       return with(first, [&] {
         return std::move(
             fetch_segment(card.address, trust.token + name, trust.secret, deadline_, [this, first] {

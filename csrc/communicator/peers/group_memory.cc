@@ -18,8 +18,10 @@ void GroupMemory::create() {
   heap_ = SharedFile::create("heap");
 }
 
-void GroupMemory::create_lanes_between_hosts() {
-  collectives_ = SharedSegment::create("collectives", LaneSegment::bytes(size_, kCollectiveLanes));
+void GroupMemory::create_lanes_between_hosts(const Placement& placement, int host) {
+  between_hosts_ = LaneTable(placement, host);
+  collectives_ =
+      SharedSegment::create("collectives", LaneSegment::bytes(between_hosts_, kCollectiveLanes));
 }
 
 std::vector<SegmentOffer> GroupMemory::offer(SegmentServer& server, const std::string& token,
@@ -37,15 +39,17 @@ std::vector<SegmentOffer> GroupMemory::offer(SegmentServer& server, const std::s
   return offers;
 }
 
-void GroupMemory::fetch(bool has_lanes_between_hosts,
+void GroupMemory::fetch(const Placement& placement, int host,
                         const std::function<FileDescriptor(const char* name)>& fetch) {
   group_ = SharedSegment::map(fetch(kGroup),
                               round_up(GroupSegment::bytes(size_, chunk_bytes_), page_bytes()));
   messages_ =
       SharedSegment::map(fetch(kMessages), round_up(LaneSegment::bytes(size_), page_bytes()));
-  if (has_lanes_between_hosts) {
+  if (placement.spans_hosts()) {
+    between_hosts_ = LaneTable(placement, host);
     collectives_ = SharedSegment::map(
-        fetch(kCollectives), round_up(LaneSegment::bytes(size_, kCollectiveLanes), page_bytes()));
+        fetch(kCollectives),
+        round_up(LaneSegment::bytes(between_hosts_, kCollectiveLanes), page_bytes()));
   }
   heap_ = SharedFile(fetch(kHeap));
 }

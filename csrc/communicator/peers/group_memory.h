@@ -24,21 +24,23 @@ class GroupMemory {
 
   // New memory. Throws TransportError.
   void create();
-  // The same for lanes between hosts, which only a group that spans hosts has.
-  void create_lanes_between_hosts();
+  // The same for the lanes of a host with others, which only a group that spans hosts has.
+  void create_lanes_between_hosts(const Placement& placement, int host);
 
   // Lets the other ranks of the host fetch it, as long as the offers live.
   [[nodiscard]] std::vector<SegmentOffer> offer(SegmentServer& server, const std::string& token,
                                                 const JobSecret& secret) const;
-  // Gets what another rank offers; `fetch` gets one segment by its name.
-  void fetch(bool has_lanes_between_hosts,
+  // Gets what another rank of the host offers; `fetch` gets one segment by its name.
+  void fetch(const Placement& placement, int host,
              const std::function<FileDescriptor(const char* name)>& fetch);
   // Backs a rank's part. The lowest rank of a host also takes those of the ranks on other hosts.
   void reserve(int rank, const Placement& placement) const;
 
   [[nodiscard]] GroupSegment group() const { return {group_, size_, chunk_bytes_}; }
   [[nodiscard]] LaneSegment messages() const { return {messages_, size_}; }
-  [[nodiscard]] LaneSegment collectives() const { return {collectives_, size_, kCollectiveLanes}; }
+  [[nodiscard]] LaneSegment collectives() const {
+    return {collectives_, between_hosts_, kCollectiveLanes};
+  }
   [[nodiscard]] SharedFile heap() const { return heap_; }
 
  private:
@@ -46,7 +48,8 @@ class GroupMemory {
   std::size_t chunk_bytes_;
   SharedSegment group_;
   SharedSegment messages_;
-  SharedSegment collectives_;  // none on one host
+  LaneTable between_hosts_;    // none on one host
+  SharedSegment collectives_;  // the same
   SharedFile heap_;
 };
 

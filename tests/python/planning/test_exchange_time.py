@@ -14,7 +14,6 @@ from pydist.planning.costs import Costs, HostCosts, LinkCosts
 from pydist.planning.exchange_time import (
     ANNOUNCEMENT_BYTES,
     HOST_WAYS,
-    MESSAGE_BYTES,
     WAYS,
     Shape,
     direct_all_gather,
@@ -23,6 +22,7 @@ from pydist.planning.exchange_time import (
     halving_doubling,
     inline,
     link_bytes,
+    message_bytes,
     one_shot,
     pipelined,
     ring,
@@ -95,13 +95,19 @@ def test_the_busier_of_link_and_processor_decides_in_many_chunks() -> None:
     assert pipelined(10.0, 2.0, 2.0, chunks=1, messages=4) == 10 + 2 + 0.5
     assert pipelined(10.0, 2.0, 2.0, chunks=8, messages=32) == 10 + 0.25 + 0.0625
     assert pipelined(4.0, 2.0, 8.0, chunks=8, messages=32) == 10 + 0.125
-    size_bytes = 100 * 2 * MESSAGE_BYTES  # 100 chunks between two hosts of one rank
+    size_bytes = 100 * 2 * message_bytes(Shape(2, 1))  # 100 chunks between two hosts of one rank
     link = size_bytes * 8
     rank = 2 * 100 * 10 + size_bytes * 1 + size_bytes / 2 * 2
     announced = ANNOUNCEMENT_BYTES * 8
     assert direct_exchange(ROUND, Shape(2, 1), size_bytes) == pytest.approx(
         2000 + announced + link + rank / 100
     )
+
+
+def test_messages_share_the_address_space_of_a_host() -> None:
+    assert message_bytes(Shape(2, 1)) == 512 << 10
+    assert message_bytes(Shape(2, 2)) == 256 << 10  # one for each host
+    assert message_bytes(Shape(64, 8)) == pytest.approx((64 << 10) * 16 / 17 / 64)
 
 
 def test_rings_and_halving_as_the_literature_has_them() -> None:
@@ -226,7 +232,7 @@ def simulated_exchange(costs: Costs, shape: Shape, size_bytes: int, chunks: int)
 @pytest.mark.parametrize("gbit_per_s", [1.0, 10.0, 100.0])
 def test_direct_exchange_beside_a_simulation(gbit_per_s: float, shape: Shape, chunks: int) -> None:
     costs = TYPICAL.at_rate(gbit_per_s)
-    size_bytes = chunks * shape.ranks * MESSAGE_BYTES
+    size_bytes = chunks * shape.ranks * message_bytes(shape)
     simulated_s = simulated_exchange(costs, shape, size_bytes, chunks)
     formula_s = direct_exchange(costs, shape, size_bytes)
     # The formula counts two delays; the work on other chunks may hide the first of them.

@@ -8,6 +8,13 @@
 #include "transport/tcp/raw_peer.h"
 
 namespace pydist::testing {
+namespace {
+
+::pydist::Placement placement() {
+  return ::pydist::Placement(std::vector<std::string>{"a", "a", "b"});
+}
+
+}  // namespace
 
 RemoteGround::RemoteGround(int rank, bool connects)
     : rank_(rank),
@@ -26,9 +33,10 @@ RemoteGround::RemoteGround(int rank, bool connects)
       kRemoteSize, kRemoteChunkBytes);
   messages_ =
       LaneSegment(SharedSegment::create("messages", LaneSegment::bytes(kRemoteSize)), kRemoteSize);
+  const LaneTable between_hosts(placement(), placement().host_of(rank_));
   collectives_ = LaneSegment(
-      SharedSegment::create("collectives", LaneSegment::bytes(kRemoteSize, kCollectiveLanes)),
-      kRemoteSize, kCollectiveLanes);
+      SharedSegment::create("collectives", LaneSegment::bytes(between_hosts, kCollectiveLanes)),
+      between_hosts, kCollectiveLanes);
   for (int each = 0; each < kRemoteSize; ++each) {
     segment_.reserve_control(each);
     messages_.reserve_counters(each);
@@ -49,9 +57,9 @@ void RemoteGround::make_ranks() {
     here->doorbell = &endpoint_->doorbell();
     peers.push_back(rank == kRemote ? far_.peer : here);
   }
-  remote_ = std::make_shared<RemoteRanks>(
-      rank_, ::pydist::Placement(std::vector<std::string>{"a", "a", "b"}), kRemoteGroup, token_,
-      *endpoint_, segment_, RemoteRanks::Lanes{messages_, collectives_}, peers);
+  remote_ =
+      std::make_shared<RemoteRanks>(rank_, placement(), kRemoteGroup, token_, *endpoint_, segment_,
+                                    RemoteRanks::Lanes{messages_, collectives_}, peers);
   health_ = std::make_unique<GroupHealth>("world", rank_, endpoint_, segment_, peers,
                                           std::chrono::minutes(1), remote_);
 }
