@@ -2,9 +2,9 @@
 
 The hosts are network namespaces of this machine, so this is the bound of a transport over TCP here:
 streams over one or several sockets, one way and both ways at once, with and without a sum of the
-floats that arrive, and round trips of 8 bytes. One thread a side, each on a core of its own, does
-it (streams.c). Cases take turns, round by round; a ratio is the median of the rounds' ratios, with
-the interval that holds it in 95 % of a bootstrap.
+floats that arrive, and round trips of 8 bytes by waiters that poll or sleep. One thread a side,
+each on a core of its own, does it (streams.c). Cases take turns, round by round; a ratio is the
+median of the rounds' ratios, with the interval that holds it in 95 % of a bootstrap.
 
 Needs root, iproute2 and a C compiler (`CC`, by default cc).
 """
@@ -40,13 +40,14 @@ from pydist.benchmarks.noise import Ratio, ratio_of
 from pydist.benchmarks.outputs import json_text, write_text_whole
 
 SOURCE = Path(__file__).with_name("streams.c")
+HEADER = Path(__file__).with_name("uring.h")
 TITLES = {
     "one-way": "one way",
     "one-way-summed": "one way, summed",
     "both-ways": "both ways",
     "both-ways-summed": "both ways, summed",
 }
-LATENCIES = ("polling", "blocking")
+LATENCIES = ("polling", "blocking", "epoll", "io_uring")
 
 # Of each case, seconds of one round after the other.
 Times = dict[tuple[str, int], list[float]]
@@ -55,7 +56,8 @@ Times = dict[tuple[str, int], list[float]]
 def compile_program() -> Path:
     """The program of streams.c, compiled again where that has changed."""
     program = BUILD / "streams"
-    if program.exists() and program.stat().st_mtime >= SOURCE.stat().st_mtime:
+    changed = max(source.stat().st_mtime for source in (SOURCE, HEADER))
+    if program.exists() and program.stat().st_mtime >= changed:
         return program
     compiler = shlex.split(os.environ.get("CC", "cc"))
     if not compiler or shutil.which(compiler[0]) is None:
@@ -122,7 +124,10 @@ def ratios_of(times: Times) -> dict[str, Ratio]:
         for name in ("one-way", "both-ways-summed"):
             text = f"{TITLES[name]}, sockets: {count} / {counts[0]}"
             found[text] = ratio_of(times[name, count], times[name, counts[0]])
-    found["round trips, blocking / polling"] = ratio_of(times["blocking", 1], times["polling", 1])
+    for name, other in (("blocking", "polling"), ("epoll", "polling"), ("io_uring", "epoll")):
+        if (name, 1) in times:
+            text = f"round trips, {name} / {other}"
+            found[text] = ratio_of(times[name, 1], times[other, 1])
     return found
 
 
@@ -141,9 +146,10 @@ def show(console: Console, times: Times, ratios: dict[str, Ratio], mib: int) -> 
         table.add_row(str(count), *(f"{gigabits(mib, each):.2f}" for each in medians))
     console.print(table)
     table = Table(title="8 bytes: half of a round trip, medians")
-    for name in LATENCIES:
+    there = [name for name in LATENCIES if (name, 1) in times]
+    for name in there:
         table.add_column(f"{name}, µs", justify="right")
-    table.add_row(*(f"{statistics.median(times[name, 1]) * 1e6:.1f}" for name in LATENCIES))
+    table.add_row(*(f"{statistics.median(times[name, 1]) * 1e6:.1f}" for name in there))
     console.print(table)
     table = Table(title="ratios of times")
     for column in ("time of / by that of", "ratio"):

@@ -7,8 +7,10 @@
 // Both sides go through the same cases, ROUNDS times, and the connecting side prints a line for
 // each: case, sockets, seconds. The cases take turns: "one way" moves MIB of floats from the
 // connecting side to the other, "both ways" as much in each direction at once, "summed" adds what
-// arrives to floats that are there already, as a reduction does. "polling" and "blocking" are half
-// a round trip of 8 bytes, by a receiver that asks again and again, or sleeps.
+// arrives to floats that are there already, as a reduction does. The rest is half a round trip of 8
+// bytes, by a receiver that asks again and again ("polling") or sleeps: in the receive itself
+// ("blocking"), until epoll tells of something to receive ("epoll"), or in one call of io_uring that
+// receives ("io_uring", where the system allows it).
 //
 // One thread a side, on one CPU, drives all sockets by poll(). Every element of each stream's
 // result is checked in the first round.
@@ -25,9 +27,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+
+#include "uring.h"
+
+typedef enum { kPolling, kBlocking, kEpoll, kUring, kWaits } Wait;
+static const char* const kWaitNames[kWaits] = {"polling", "blocking", "epoll", "io_uring"};
 
 enum { kMostSockets = 64, kStagingBytes = 256 << 10, kRoundTrips = 2000, kTimeoutMs = 60000 };
 
@@ -45,6 +53,8 @@ typedef struct {
 
 static int sockets[kMostSockets];
 static Stream streams[kMostSockets];
+static int epoll;
+static Uring uring;
 static float* outgoing;
 static float* incoming;
 static size_t bytes;
@@ -102,16 +112,34 @@ static void send_all(const void* data, size_t size) {
   }
 }
 
-static void receive_all(void* data, size_t size, int is_polling) {
+static ssize_t receive_once(void* data, size_t size, Wait wait) {
+  switch (wait) {
+    case kPolling:
+      return recv(sockets[0], data, size, MSG_DONTWAIT);
+    case kUring:
+      return uring_receive(&uring, sockets[0], data, size);
+    case kEpoll: {
+      struct epoll_event event;
+      const int ready = epoll_wait(epoll, &event, 1, kTimeoutMs);
+      if (ready <= 0) {
+        return -1;
+      }
+      return recv(sockets[0], data, size, MSG_DONTWAIT);
+    }
+    default:
+      return recv(sockets[0], data, size, 0);
+  }
+}
+
+static void receive_all(void* data, size_t size, Wait wait) {
   for (size_t received = 0; received < size;) {
-    const ssize_t count =
-        recv(sockets[0], (char*)data + received, size - received, is_polling ? MSG_DONTWAIT : 0);
+    const ssize_t count = receive_once((char*)data + received, size - received, wait);
     if (count == 0) {
       fail_check("the other side has ended");
     }
     if (count > 0) {
       received += (size_t)count;
-    } else if (errno == EAGAIN && !is_polling) {
+    } else if (errno == EAGAIN && wait != kPolling) {
       fail_check("the other side has said nothing for a minute");
     } else if (errno != EAGAIN) {
       fail("recv");
@@ -122,7 +150,7 @@ static void receive_all(void* data, size_t size, int is_polling) {
 static void meet(void) {
   char word = 'm';
   send_all(&word, 1);
-  receive_all(&word, 1, 0);
+  receive_all(&word, 1, kBlocking);
 }
 
 static void add(float* restrict into, const float* restrict from, size_t count) {
@@ -240,7 +268,7 @@ static double stream_over(int count, int sends, int receives, int is_summed, int
 }
 
 // Seconds for half of a round trip.
-static double ping_pong(int is_first, int is_polling) {
+static double ping_pong(int is_first, Wait wait) {
   uint64_t word = 0;
   meet();
   const double start = now();
@@ -248,7 +276,7 @@ static double ping_pong(int is_first, int is_polling) {
     if (is_first) {
       send_all(&word, sizeof word);
     }
-    receive_all(&word, sizeof word, is_polling);
+    receive_all(&word, sizeof word, wait);
     if (!is_first) {
       send_all(&word, sizeof word);
     }
@@ -263,7 +291,22 @@ static void report(int is_first, const char* name, int count, double seconds) {
   }
 }
 
+// Whether both sides have io_uring.
+static int open_waits(void) {
+  struct epoll_event event = {EPOLLIN, {0}};
+  epoll = epoll_create1(0);
+  if (epoll < 0 || epoll_ctl(epoll, EPOLL_CTL_ADD, sockets[0], &event) != 0) {
+    fail("epoll");
+  }
+  const char has_uring = uring_open(&uring) == 0;
+  char has_other = 0;
+  send_all(&has_uring, 1);
+  receive_all(&has_other, 1, kBlocking);
+  return has_uring && has_other;
+}
+
 static void run(int is_first, int rounds, const char* numbers) {
+  const int has_uring = open_waits();
   for (int turn = 0; turn < rounds; ++turn) {
     char text[256];
     snprintf(text, sizeof text, "%s", numbers);
@@ -277,8 +320,9 @@ static void run(int is_first, int rounds, const char* numbers) {
                stream_over(count, 1, 1, is_summed, is_checked));
       }
     }
-    report(is_first, "polling", 1, ping_pong(is_first, 1));
-    report(is_first, "blocking", 1, ping_pong(is_first, 0));
+    for (Wait wait = kPolling; wait < (has_uring ? kWaits : kUring); ++wait) {
+      report(is_first, kWaitNames[wait], 1, ping_pong(is_first, wait));
+    }
   }
 }
 
