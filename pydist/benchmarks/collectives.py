@@ -30,7 +30,7 @@ from pydist.benchmarks.processes.ranks import (
     start_torch_ranks,
 )
 from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.results import BOUNDS, ROOFLINE, Results, rows_of
+from pydist.benchmarks.results import BOUNDS, PROBE_BYTES, ROOFLINE, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 from pydist.benchmarks.subcommand import add_ranks_argument
 from pydist.errors import Error, InvalidUsage
@@ -289,7 +289,7 @@ def _lead(request: _Request, placement: Placement | None) -> int:
         Progress().detail(f"starting {request.ranks} ranks of {1 + len(request.mpis)} kinds")
         groups = _start(request, placement, stack)
         conductor = Conductor(groups, request.effort)
-        descriptions = conductor.reserve(request.largest)
+        descriptions = conductor.reserve(max(request.largest, PROBE_BYTES))
         names = [request.main, *BOUNDS, *request.compared]
         results = Results(
             command=f"pydist bench {request.options.collective} {request.options.flags}".strip(),
@@ -306,9 +306,12 @@ def _lead(request: _Request, placement: Placement | None) -> int:
         output.begin()
         status = 0
         try:
+            ((probe, *_),) = cases_of("all_reduce", [PROBE_BYTES], request.ranks)
+            results.state_us.append(conductor.probe(request.main, probe) * 1e6)
             for cases in request.cases:
                 output.begin_case(cases)
                 output.add(conductor.measure(cases, output.note))
+                results.state_us.append(conductor.probe(request.main, probe) * 1e6)
             results.is_complete = True
         except KeyboardInterrupt:
             # What there is is still to be written; a second Ctrl-C would take it away.

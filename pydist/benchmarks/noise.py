@@ -94,6 +94,48 @@ def is_noisy(times: Sequence[float]) -> bool:
     return len(times) > 3 and spread_of(times) > _NOISY_SPREAD
 
 
+@dataclass(frozen=True)
+class TwoGroups:
+    """Times that fall into two groups, as those of a machine that has changed its state do."""
+
+    # Medians.
+    low: float
+    high: float
+    # Of the times: how many are in the low group.
+    share_low: float
+
+
+def two_groups(times: Sequence[float]) -> TwoGroups | None:
+    """The two groups that times of one and the same thing fall into; None where they are one.
+
+    They are cut where the sum of their squared distances from the two means is least (Otsu 1979).
+    They are two where a tenth of the times or more, and three at least, are in each, the medians
+    differ by a quarter or more, and the gap between the groups is wider than the quartiles of
+    either are apart.
+    """
+    ordered = sorted(times)
+    count = len(ordered)
+    least = max(3, -(-count // 10))
+    if count < 2 * least or ordered[0] <= 0:
+        return None
+
+    def scatter(group: Sequence[float]) -> float:
+        return statistics.pvariance(group) * len(group)
+
+    cut = min(
+        range(least, count - least + 1),
+        key=lambda at: scatter(ordered[:at]) + scatter(ordered[at:]),
+    )
+    below, above = ordered[:cut], ordered[cut:]
+    low, high = statistics.median(below), statistics.median(above)
+    gap = above[0] - below[-1]
+    if high < 1.25 * low or any(
+        spread_of(each) * statistics.median(each) >= gap for each in (below, above)
+    ):
+        return None
+    return TwoGroups(low, high, cut / count)
+
+
 def noise_of_steps(times: Sequence[float]) -> list[str]:
     """A warning where times of one and the same step are noisy."""
     if not is_noisy(times):

@@ -7,7 +7,7 @@ from rich.table import Table
 from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE
 from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.processes.conductor import Series
-from pydist.benchmarks.results import Results, Row
+from pydist.benchmarks.results import PROBE_BYTES, Results, Row
 from pydist.benchmarks.sizes import size_text
 
 _PLACES = {OUT_OF_PLACE: "out-of-place", IN_PLACE: "in-place"}
@@ -127,10 +127,28 @@ def footer(results: Results) -> Iterator[str]:
     yield f"# Out of bounds values : {results.wrong} {verdict}"
     mean = sum(bandwidths) / len(bandwidths) if bandwidths else 0.0
     yield f"# Avg bus bandwidth    : {mean:.4f}"
+    if results.state_us:
+        yield f"# State of the machine  : {_state(results.state_us)}"
+    for row in results.rows:
+        if row.low_us is not None and row.high_us is not None and row.arm == results.main:
+            yield (
+                f"# Two states at {size_text(row.size_bytes)}, {_PLACES[row.place]}: "
+                f"{_number(row.low_us, 0)} us in {row.share_low:.0%} of the rounds, "
+                f"{_number(row.high_us, 0)} us in the others"
+            )
     for arm, reasons in results.unsupported().items():
         yield f"# N/A of {arm}: {'; '.join(sorted(reasons))}"
     if not results.is_complete:
         yield "# Not everything was measured; this is what there is."
+
+
+def _state(times_us: Sequence[float]) -> str:
+    first, *between = (_number(each, 0) for each in times_us)
+    text = f"an all_reduce of {size_text(PROBE_BYTES)} takes {first} us before"
+    if len(times_us) > 2:
+        low, high = min(times_us[1:-1]), max(times_us[1:-1])
+        text += f", {_number(low, 0)} to {_number(high, 0)} us between"
+    return text + (f", {between[-1]} us after" if between else "")
 
 
 def comparison_cells(series: Sequence[Series], main: str) -> dict[str, tuple[float, Ratio | None]]:

@@ -3,14 +3,17 @@
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydist.benchmarks.machine import Machine
+from pydist.benchmarks.noise import two_groups
 from pydist.benchmarks.outputs import json_text
 from pydist.benchmarks.processes.conductor import Series
 from pydist.benchmarks.processes.ranks import LINK
 
+# As few as need the ranks' cores to speak with each other, and little else.
+PROBE_BYTES = 8
 ROOFLINE = "roofline"
 # What shows a bound, and is no way to carry a collective.
 BOUNDS = (ROOFLINE, LINK)
@@ -38,6 +41,11 @@ class Row:
     percent_of_roofline: float | None = None
     wrong: int | None = None
     rounds: int = 0
+    # Where the rounds' times fall into two groups: the medians of both, and the share of the rounds
+    # that are in the first.
+    low_us: float | None = None
+    high_us: float | None = None
+    share_low: float | None = None
     calls_per_round: int = 0
     # This time over the first arm's in the same place: the median ratio of the rounds, and the
     # interval that holds it in 95 % of resamplings.
@@ -89,6 +97,12 @@ def _row(one: Series, first: Series, arms: Mapping[str, Series], across_bytes: f
     if one is not first and first.unsupported is None:
         ratio = one.ratio_to(first)
         facts |= {"ratio": ratio.median, "ratio_low": ratio.low, "ratio_high": ratio.high}
+    if groups := two_groups(one.rounds):
+        facts |= {
+            "low_us": groups.low * 1e6,
+            "high_us": groups.high * 1e6,
+            "share_low": groups.share_low,
+        }
     return Row(
         **facts,
         time_us=one.seconds * 1e6,
@@ -118,6 +132,9 @@ class Results:
     is_complete: bool = False
     # How many ranks are on each host.
     ranks_on_hosts: tuple[int, ...] = ()
+    # The state of the machine: µs of an all_reduce of PROBE_BYTES on the main arm, before the first
+    # size and after each.
+    state_us: list[float] = field(default_factory=list)
 
     @property
     def spans_hosts(self) -> bool:
@@ -165,6 +182,7 @@ class Results:
                 "pinned": self.is_pinned,
                 "arms": self.arms,
                 "warnings": self.warnings,
+                "state_us": self.state_us,
                 "rows": [asdict(row) for row in self.rows],
             }
         )

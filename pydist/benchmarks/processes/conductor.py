@@ -20,6 +20,7 @@ from pydist.errors import Error
 _TURN_S = 5e-3
 _MOST_CALLS = 2000
 _FEWEST_ROUNDS = 10
+_PROBE_CALLS = 500
 # From here on, reading the clock is less than 1 % of a call, so that a turn need not be repeated to
 # learn the times of single calls.
 _LONG_S = 20e-6
@@ -124,6 +125,15 @@ class Conductor:
                 note(f"{one.arm}: round {done}")
                 self._take_turn(one)
         return series
+
+    def probe(self, arm: str, case: Case) -> float:
+        """Seconds of a case on one arm, from one turn: whether the machine is as it was.
+
+        Raises:
+            Error: the arm failed.
+        """
+        one = Series(arm, case, calls=_PROBE_CALLS)
+        return self._slowest_mean(self._time(one, each=False))
 
     def _begin(self, one: Series) -> None:
         """Checks results, warms up, and learns how long a call takes."""

@@ -94,6 +94,7 @@ def test_the_columns_are_those_of_nccl_tests(bench: Bench) -> None:
         [str(size), str(size // 4), "float32", "sum", "-1"] for size in (64, 128, 256)
     ]
     assert all(len(x) == 5 + 2 * len(columns) for x in lines)
+    assert re.search(r"# State of the machine +: an all_reduce of 8 B takes .* after", done.stdout)
 
 
 @pytest.mark.thorough

@@ -161,6 +161,38 @@ def test_like_is_compared_with_like() -> None:
     assert cells["gloo"][1].median == pytest.approx(3)
 
 
+def test_a_probe_is_one_turn() -> None:
+    ranks = MadeUp(["a", "b"], times(2e-6, 3e-6))
+    assert Conductor([ranks], Effort()).probe("b", CASE) == pytest.approx(3e-6)
+    (asked,) = ranks.asked
+    assert isinstance(asked, Time)
+    assert (asked.arm, asked.case, asked.each) == ("b", CASE, False)
+
+
+def test_the_state_of_the_machine_is_said() -> None:
+    series = series_of("pydist", IN_PLACE, 1e-6)
+    series.rounds = [1e-6] * 6 + [2e-6] * 4
+    rows = rows_of([series])
+    assert (rows[0].low_us, rows[0].high_us) == (pytest.approx(1), pytest.approx(2))
+    results = Results("", machine.describe(), 2, True, {"pydist": ""}, rows, [])
+    said = list(footer(results))
+    states = (
+        "# Two states at 1000 B, in-place: 1.000 us in 60% of the rounds, 2.000 us in the others"
+    )
+    assert states in said
+    assert not any("State of the machine" in each for each in said)
+    for measured, words in (
+        ([0.5], "an all_reduce of 8 B takes 0.500 us before"),
+        ([0.5, 0.9], "an all_reduce of 8 B takes 0.500 us before, 0.900 us after"),
+        (
+            [0.5, 0.6, 0.7, 0.9],
+            "an all_reduce of 8 B takes 0.500 us before, 0.600 to 0.700 us between, 0.900 us after",
+        ),
+    ):
+        results.state_us = measured
+        assert f"# State of the machine  : {words}" in list(footer(results))
+
+
 def test_wrong_elements_are_counted_and_said() -> None:
     series = [series_of("pydist", IN_PLACE, 1e-6), series_of("roofline", IN_PLACE, 1e-6)]
     series[0].wrong, series[1].wrong = 7, 99

@@ -3,6 +3,8 @@
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import pydist
 from pydist.benchmarks.noise import (
@@ -12,6 +14,7 @@ from pydist.benchmarks.noise import (
     percentile,
     ratio_of,
     spread_of,
+    two_groups,
 )
 
 pytestmark = pytest.mark.timeout(20)
@@ -72,3 +75,26 @@ def test_noise_is_told_by_the_quartiles() -> None:
     assert not is_noisy(calm)
     assert is_noisy([1.0, 2.0, 1.2, 1.9, 0.8])
     assert spread_of([2.0] * 5) == 0
+
+
+def test_two_states_are_told_from_one() -> None:
+    fast, slow = [1.0, 1.02, 0.98, 1.01] * 5, [2.1, 2.0, 2.05] * 4
+    groups = two_groups([*fast, *slow])
+    assert groups is not None
+    assert groups.low == pytest.approx(1.005)
+    assert groups.high == pytest.approx(2.05)
+    assert groups.share_low == pytest.approx(20 / 32)
+    assert two_groups(fast) is None
+    assert two_groups([*fast, 5.0, 6.0]) is None  # some bad rounds are no state
+    assert two_groups([1.0 + 0.05 * i for i in range(40)]) is None  # a drift
+    assert two_groups([*fast, *(1.2 * each for each in fast)]) is None  # too near
+    assert two_groups([1.0, 1.0, 3.0, 3.0]) is None  # too few
+    assert two_groups([]) is None
+
+
+@given(st.lists(st.floats(1e-7, 1.0), max_size=40))
+def test_groups_are_of_the_times(times: list[float]) -> None:
+    groups = two_groups(times)
+    if groups is not None:
+        assert min(times) <= groups.low < groups.high <= max(times)
+        assert 0.1 <= groups.share_low <= 0.9
