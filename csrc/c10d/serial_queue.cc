@@ -66,23 +66,43 @@ bool SerialQueue::runs_here() const {
   return state_->runs_at_caller && state_->worker == std::this_thread::get_id();
 }
 
-void SerialQueue::stop() {
+void SerialQueue::leave(const std::function<void()>& call) {
+  const auto set_left = [state = state_](bool is_left) {
+    const std::lock_guard lock(state->mutex);
+    state->is_left = is_left;
+    state->changed.notify_all();
+  };
+  set_left(true);
+  try {
+    call();
+  } catch (...) {
+    set_left(false);
+    throw;
+  }
+  set_left(false);
+}
+
+bool SerialQueue::stop() {
   if (birth_.is_inherited()) {
-    return;  // the thread is the parent's
+    return true;  // the thread is the parent's
   }
   std::unique_lock lock(state_->mutex);
   state_->stopped = true;
   state_->changed.notify_all();
   EngineThread thread = std::move(state_->thread);
-  if (state_->worker == std::this_thread::get_id()) {
+  if (state_->worker != std::this_thread::get_id()) {
+    // A job that stopped the queue has let go of the thread: nobody can join it any more.
+    state_->changed.wait(
+        lock, [this] { return state_->is_left || (!state_->serving && !state_->is_busy()); });
+  }
+  if (state_->is_busy()) {
     lock.unlock();
     thread.let_go();
-    return;
+    return false;
   }
-  // A job that stopped the queue has let go of the thread: nobody can join it any more.
-  state_->changed.wait(lock, [this] { return !state_->serving && !state_->is_busy(); });
   lock.unlock();
   thread.join();
+  return true;
 }
 
 void SerialQueue::run(State& state, std::unique_lock<std::mutex>& lock,
@@ -97,8 +117,7 @@ void SerialQueue::run(State& state, std::unique_lock<std::mutex>& lock,
 void SerialQueue::serve(State& state) {
   std::unique_lock lock(state.mutex);
   for (;;) {
-    state.changed.wait(lock,
-                       [&] { return !state.is_busy() && (state.stopped || !state.jobs.empty()); });
+    state.changed.wait(lock, [&] { return state.jobs.empty() ? state.stopped : !state.is_busy(); });
     if (state.jobs.empty()) {
       state.serving = false;
       state.changed.notify_all();

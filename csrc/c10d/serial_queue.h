@@ -2,9 +2,9 @@
 // once on the caller's.
 //
 // Thread safe. The thread starts with the first posted job. stop() and the destructor wait for the
-// jobs that were posted, except on the thread of a job, where it may let go of the queue: the
-// remaining jobs then run after this one. In a forked child the queue takes nothing, is idle, and
-// waits for nobody.
+// jobs that were posted, except on the thread of a job, where it may let go of the queue, and while
+// a job at its caller's is in other code (leave()): the remaining jobs then run after this one. In
+// a forked child the queue takes nothing, is idle, and waits for nobody.
 
 #pragma once
 
@@ -39,9 +39,11 @@ class SerialQueue {
   [[nodiscard]] bool is_idle() const;
   // Whether this thread is in run_if_idle().
   [[nodiscard]] bool runs_here() const;
+  // For a job in run_if_idle(): calls what may wait for a stop() of another thread.
+  void leave(const std::function<void()>& call);
 
-  // Idempotent.
-  void stop();
+  // Returns whether all jobs have ended. Idempotent.
+  bool stop();
 
  private:
   struct State {
@@ -52,6 +54,7 @@ class SerialQueue {
     bool stopped = false;                    // guarded by mutex
     bool serving = false;                    // whether there is a thread; guarded by mutex
     bool runs_at_caller = false;             // the job that runs; guarded by mutex
+    bool is_left = false;                    // by that job; guarded by mutex
 
     [[nodiscard]] bool is_busy() const { return worker != std::thread::id(); }
     EngineThread thread;  // guarded by mutex, but for joining

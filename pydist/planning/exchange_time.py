@@ -59,15 +59,15 @@ class Shape:
         return f"{self.hosts}x{self.ranks_per_host}"
 
 
-def message_bytes(shape: Shape) -> float:
+def message_bytes(shape: Shape, *, is_all_reduce: bool = True) -> float:
     """Of a message of a large exchange between hosts, where there are as many bytes.
 
-    The lanes of a host share an address space (csrc/transport/lane_segment.h). Where hosts have
-    several ranks, a slot takes a message for each host (csrc/collectives/between_hosts).
+    The lanes of a host share an address space (csrc/transport/lane_segment.h). In an all-reduce of
+    hosts with several ranks a slot takes a message for each host (csrc/collectives/between_hosts).
     """
     lanes = 2 * shape.ranks_per_host * shape.ranks
     slot = min(max((4 << 30) / lanes / 8, 4 << 10), 544 << 10) * 16 / 17
-    return slot / shape.hosts if shape.ranks_per_host > 1 else slot
+    return slot / shape.hosts if shape.ranks_per_host > 1 and is_all_reduce else slot
 
 
 Time = Callable[[Costs, Shape, float], float]
@@ -207,7 +207,8 @@ def _direct(
     # Of one half: what the link carries each way, and what one of its ranks drives.
     carried = _others(shape.hosts) * size_bytes
     driven = carried / shape.ranks_per_host
-    chunks = max(1.0, size_bytes / (shape.ranks * message_bytes(shape)))
+    largest = message_bytes(shape, is_all_reduce=reduces and gathers)
+    chunks = max(1.0, size_bytes / (shape.ranks * largest))
     messages_s = halves * (other_hosts * chunks * link.message_s + driven * link.rank_s_per_byte)
     host_s = 0.0
     if reduces:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(120)
 RANKS_PER_HOST = [2, 1]
 WORLD_SIZE = sum(RANKS_PER_HOST)
 # Blocks for three ranks: less than a packet, one that packets don't divide, several segments.
-COUNTS = [3, 3 * 1117, 3 * 50_000]
+COUNTS = [3, 3 * 1117, 3 * 200_000]
 # Sums of three values in any order differ by a few roundings of the largest of them.
 TOLERANCE = 4 * np.finfo(np.float64).eps
 

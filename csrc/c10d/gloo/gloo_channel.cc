@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/fork.h"
 #include "base/interruption.h"
 #include "c10d/tensors.h"
 
@@ -127,16 +128,8 @@ void GlooChannel::all_reduce_sum(void* data, std::size_t count, DType dtype, Dea
     std::vector<at::Tensor> tensors{at::from_blob(data, {elements}, scalar_type_of(dtype))};
     c10d::AllreduceOptions options;
     options.timeout = timeout_of(deadline);
-    await(*backend().allreduce(tensors, options));
+    await(*backend_->allreduce(tensors, options));
   });
-}
-
-// A signal handler that runs while a collective waits may have let the group go.
-c10d::Backend& GlooChannel::backend() const {
-  if (!backend_) {
-    throw Aborted("The group has been shut down.");
-  }
-  return *backend_;
 }
 
 void GlooChannel::await(c10d::Work& work) const {
@@ -147,6 +140,7 @@ void GlooChannel::await(c10d::Work& work) const {
       // Either the interval has passed or the work has failed, which is seen below.
       if (!work.isCompleted()) {
         look_();
+        require_not_forked();  // by a handler, whose child has nobody to complete the work
       }
     }
   }
@@ -176,7 +170,7 @@ void GlooChannel::all_gather(const void* input, void* output, std::size_t bytes,
         bytes_at(static_cast<std::byte*>(output) + static_cast<std::size_t>(rank_) * bytes, bytes);
     c10d::AllgatherOptions options;
     options.timeout = timeout_of(deadline);
-    await(*backend()._allgather_base(gathered, own, options));
+    await(*backend_->_allgather_base(gathered, own, options));
   });
 }
 
@@ -189,7 +183,7 @@ void GlooChannel::broadcast(void* data, std::size_t bytes, int root, Deadline de
     c10d::BroadcastOptions options;
     options.rootRank = root;
     options.timeout = timeout_of(deadline);
-    await(*backend().broadcast(tensors, options));
+    await(*backend_->broadcast(tensors, options));
   });
 }
 
@@ -215,7 +209,7 @@ void GlooChannel::all_to_all(const void* input, const std::vector<std::int64_t>&
     std::vector<std::int64_t> source_splits = input_bytes;
     c10d::AllToAllOptions options;
     options.timeout = timeout_of(deadline);
-    await(*backend().alltoall_base(target, source, target_splits, source_splits, options));
+    await(*backend_->alltoall_base(target, source, target_splits, source_splits, options));
   });
 }
 
@@ -226,7 +220,7 @@ void GlooChannel::barrier(Deadline deadline) {
   typed([&] {
     c10d::BarrierOptions options;
     options.timeout = timeout_of(deadline);
-    await(*backend().barrier(options));
+    await(*backend_->barrier(options));
   });
 }
 

@@ -41,7 +41,8 @@ class GlooChannel {
   ~GlooChannel();
 
   // From now on whoever waits in a collective calls `look` now and then; null: nothing. For the
-  // thread whose turn it is.
+  // thread whose turn it is, and not where that exchanges messages (gather, scatter): torch gives
+  // them up where a wait for them runs out of time.
   void while_waiting(std::function<void()> look) { look_ = std::move(look); }
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
@@ -89,7 +90,6 @@ class GlooChannel {
   void abandon() noexcept;
 
  private:
-  [[nodiscard]] c10d::Backend& backend() const;
   void await(c10d::Work& work) const;
   void copy_own_block(const void* input, void* output, std::size_t bytes) const;
 

@@ -140,17 +140,17 @@ class GlooCommunicator : public Communicator, public PeerNews {
 
   WorkPtr submit(Operation operation) override {
     check(operation);
-    if (queue_.runs_here()) {
-      throw InvalidUsage(join("An operation of group '", name_,
-                              "' was called while this thread is in another one of it: by a signal "
-                              "handler that ran while that waited. Note the signal in the handler, "
-                              "and call the operation once the other one has ended."));
-    }
     const Deadline deadline = deadline_of(operation);
     auto work = std::make_shared<Work>();
     if (is_point_to_point(operation.kind)) {
       start_message(std::move(operation), deadline, work);
       return work;
+    }
+    if (queue_.runs_here()) {
+      throw InvalidUsage(join("A collective of group '", name_,
+                              "' was called while this thread is in another one of it: by a signal "
+                              "handler that ran while that waited. Note the signal in the handler, "
+                              "and call the collective once the other one has ended."));
     }
     const bool is_posted =
         queue_.post([group = group_, operation = std::move(operation), deadline, work] {
@@ -165,7 +165,11 @@ class GlooCommunicator : public Communicator, public PeerNews {
   // On this thread if the group does nothing else: to hand a small operation to another thread and
   // to be woken by it takes a tenth of its time.
   int run(Operation&& operation) override {
-    if (is_point_to_point(operation.kind)) {
+    // A wait for messages can't be looked at from inside.
+    const bool has_messages = is_point_to_point(operation.kind) ||
+                              operation.kind == OpKind::kGather ||
+                              operation.kind == OpKind::kScatter;
+    if (has_messages) {
       return Communicator::run(std::move(operation));
     }
     check(operation);
@@ -179,7 +183,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
     const auto look = [&] {
       if (interruption == nullptr) {
         try {
-          check_interruption();
+          queue_.leave(&check_interruption);
         } catch (...) {
           interruption = std::current_exception();
         }
@@ -188,8 +192,8 @@ class GlooCommunicator : public Communicator, public PeerNews {
       }
     };
     const bool has_run = queue_.run_if_idle([&] {
-      group->channel.while_waiting(look);
       try {
+        group->channel.while_waiting(look);
         run_collective(*group, operation, deadline);
       } catch (...) {
         error = std::current_exception();
@@ -279,7 +283,7 @@ class GlooCommunicator : public Communicator, public PeerNews {
                                    own.cause, "."),
                               own));
     }
-    queue_.stop();
+    const bool have_all_ended = queue_.stop();
     const bool is_quiet = group_->wait_for_messages(kShutdownPatience);
     watch_.reset();
     // A reason says more than that this rank has left.
@@ -287,10 +291,15 @@ class GlooCommunicator : public Communicator, public PeerNews {
     if (size_ > 1) {
       group_->say_left();
     }
-    if (!group_->stop_watching(kShutdownPatience) || !is_quiet) {
-      group_->channel.abandon();
+    const bool is_unwatched = group_->stop_watching(kShutdownPatience);
+    // An operation that goes on, as a signal handler has interrupted it or it let go of the group
+    // itself, uses the backend until it ends.
+    if (have_all_ended) {
+      if (!is_unwatched || !is_quiet) {
+        group_->channel.abandon();
+      }
+      group_->channel.release();
     }
-    group_->channel.release();
     at_work_.end();
   }
 

@@ -215,6 +215,7 @@ std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Dead
     if (look && next_look.has_passed()) {
       lock.unlock();
       look();
+      require_not_forked();
       lock.lock();
       next_look = Deadline::in(kInterruptionInterval);
     }

@@ -226,7 +226,7 @@ class GlooGroup : public std::enable_shared_from_this<GlooGroup> {
   const StorePtr store_;
   const std::string name_;
   const std::chrono::nanoseconds long_wait_;
-  std::uint64_t collectives_ = 0;           // by the queue's thread only
+  std::uint64_t collectives_ = 0;           // by whose turn it is in the queue
   std::atomic<std::uint64_t> farewell_{0};  // Absence::done
   mutable std::mutex mutex_;
   std::condition_variable quiet_;

@@ -90,6 +90,12 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
     return cut.part_of(block, index, run.element_bytes());
   };
   std::vector<const std::byte*> pieces(static_cast<std::size_t>(run.size()));
+  // A result that travels in another type, to which it is rounded here, too. Not in a free slot:
+  // who waits for one has to have released what the others have sent.
+  std::vector<std::byte> travelling(
+      blocks.gathers() && run.wire().converts()
+          ? run.slot_bytes(std::min(cut.longest(), blocks.input(me).count))
+          : 0);
 
   const bool expects_results = blocks.gathers() && !run.wire().converts();
   std::vector<ResultNumbers> results;  // by rank
@@ -120,15 +126,9 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
             received(channels.from(rank), run.slot_bytes(own.count));
       }
       const Block result = segment(blocks.output(me), step - ahead);
-      // Results that travel in another type are rounded to it here, too.
-      std::byte* slot = nullptr;
-      if (blocks.gathers() && run.wire().converts()) {
-        co_await channels.to(others[0]).until_free();
-        slot = channels.to(others[0]).slot();
-      }
       run.reduce_pieces(
           [&](int rank) { return rank == me ? own.data : pieces[static_cast<std::size_t>(rank)]; },
-          slot, result.data, own.count);
+          travelling.empty() ? nullptr : travelling.data(), result.data, own.count);
       for (const int rank : others) {
         channels.from(rank).release();
       }
@@ -138,12 +138,10 @@ Task exchange_and_reduce(Collective& run, Channels& channels) {
         }
         SendChannel& channel = channels.to(rank);
         co_await channel.until_free();
-        if (slot == nullptr) {
+        if (travelling.empty()) {
           channel.send_from(result.data, run.slot_bytes(own.count));
         } else {
-          if (channel.slot() != slot) {
-            std::memcpy(channel.slot(), slot, run.slot_bytes(own.count));
-          }
+          std::memcpy(channel.slot(), travelling.data(), run.slot_bytes(own.count));
           channel.send(run.slot_bytes(own.count));
         }
       }

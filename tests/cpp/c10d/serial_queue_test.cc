@@ -153,10 +153,24 @@ TEST(SerialQueueTest, AJobAtItsCallersMayStopTheQueue) {
   std::atomic<int> later{0};
   EXPECT_TRUE(queue.run_if_idle([&] {
     EXPECT_TRUE(queue.post([&] { ++later; }));
-    queue.stop();
+    EXPECT_FALSE(queue.stop());
     EXPECT_EQ(later, 0);
   }));
-  queue.stop();
+  EXPECT_TRUE(queue.stop());
+  EXPECT_EQ(later, 1);
+}
+
+// As a signal handler does that leaves the end to another thread.
+TEST(SerialQueueTest, AJobAtItsCallersMayWaitForAStopWhileItIsInOtherCode) {
+  SerialQueue queue("test-queue");
+  std::atomic<int> later{0};
+  EXPECT_TRUE(queue.run_if_idle([&] {
+    EXPECT_TRUE(queue.post([&] { ++later; }));
+    queue.leave([&] { std::thread([&] { EXPECT_FALSE(queue.stop()); }).join(); });
+    EXPECT_THROW(queue.leave([] { throw Timeout("what the other code throws"); }), Timeout);
+    EXPECT_EQ(later, 0);
+  }));
+  EXPECT_TRUE(queue.stop());
   EXPECT_EQ(later, 1);
 }
 

@@ -46,7 +46,7 @@ DTYPES = (*REDUCED_DTYPES, *FLOAT8)
 OPS = ("sum", "mean", "min", "max", "prod", "band", "bor", "bxor", "premul_sum")
 
 # PYDIST_CHUNK_BYTES as it is by default: what native stages at a time.
-CHUNK_BYTES = 128 << 10
+CHUNK_BYTES = 512 << 10
 # What the longest case takes from a pool, and how far into it a case may begin.
 _LONGEST_BYTES = 8 * CHUNK_BYTES
 _SHIFT = 1 << 12

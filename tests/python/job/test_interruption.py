@@ -321,47 +321,87 @@ def test_a_handler_may_abort_the_group(run_two: Runner) -> None:
     assert "preempted" in run_two(aborting_handler)[0]
 
 
-def handler_that_shuts_down() -> str:
+def shut_down_elsewhere() -> None:
+    thread = threading.Thread(target=pydist.shutdown)
+    thread.start()
+    thread.join()
+
+
+def handler_that_shuts_down(is_here: bool) -> str:
     pydist.init(timeout=30)
     if pydist.rank() == 1:
         time.sleep(1.5)
         return ""
-    signal.signal(signal.SIGTERM, lambda *_: pydist.shutdown())
+    end = pydist.shutdown if is_here else shut_down_elsewhere
+    signal.signal(signal.SIGTERM, lambda *_: end())
     signal_soon(signal.SIGTERM)
     began = time.monotonic()
-    with pytest.raises(pydist.Aborted, match="shut ?down"):
+    with pytest.raises(pydist.Aborted, match=r"shut ?down"):
         pydist.all_reduce(torch.ones(3))
     assert time.monotonic() - began < SOON_S
     return "ended"
 
 
-def test_a_handler_may_shut_down(run_two: Runner) -> None:
-    assert run_two(handler_that_shuts_down)[0] == "ended"
+@pytest.mark.parametrize("is_here", [True, False], ids=["here", "elsewhere"])
+def test_a_handler_may_shut_down(run_two: Runner, is_here: bool) -> None:
+    assert run_two(handler_that_shuts_down, is_here)[0] == "ended"
 
 
 def handler_that_reduces() -> tuple[float, list[str]]:
     pydist.init(timeout=30)
     seen: list[str] = []
+    sent: list[pydist.Work] = []
 
     def handler(_number: int, _frame: object) -> None:
         try:
             pydist.all_reduce(torch.ones(1))
         except pydist.InvalidUsage as error:
             seen.append(str(error))
+        # Messages go by themselves.
+        sent.append(pydist.send(torch.tensor([5.0]), 1, async_op=True))
 
     signal.signal(signal.SIGUSR2, handler)
     if pydist.rank() == 0:
         signal_soon(signal.SIGUSR2)
     else:
         time.sleep(1.0)
-    return pydist.all_reduce(torch.ones(3)).sum().item(), seen
+    reduced = pydist.all_reduce(torch.ones(3)).sum().item()
+    if pydist.rank() == 1:
+        reduced += pydist.recv(torch.zeros(1), 0).item()
+    for work in sent:
+        work.wait()
+    return reduced, seen
+
+
+def handler_amid_a_gather() -> float:
+    pydist.init(timeout=30)
+    began = time.monotonic()
+    called = 0.0
+
+    def handler(_number: int, _frame: object) -> None:
+        nonlocal called
+        called = time.monotonic() - began
+
+    signal.signal(signal.SIGUSR2, handler)
+    if pydist.rank() == 0:
+        signal_soon(signal.SIGUSR2)
+    else:
+        time.sleep(1.5)
+    pydist.gather(torch.ones(1_000_000), 0)
+    return called
+
+
+def test_a_handler_runs_amid_a_gather(run_two: Runner) -> None:
+    called, other = run_two(handler_amid_a_gather)
+    assert 0.0 < called < 1.2
+    assert other == 0.0
 
 
 # On the native backend it would wait for the other ranks to do the same.
 def test_on_gloo_a_handler_may_not_reduce_while_a_collective_waits() -> None:
     with Ranks(2, {"PYDIST_BACKEND": "gloo"}) as ranks:
         (interrupted, (words,)), other = ranks.run(handler_that_reduces, timeout=LIMIT_S)
-    assert (interrupted, other) == (6.0, (6.0, []))
+    assert (interrupted, other) == (6.0, (11.0, []))
     assert "called while this thread is in another one of it: by a signal handler" in words
 
 

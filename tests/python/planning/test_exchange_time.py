@@ -107,6 +107,7 @@ def test_the_busier_of_link_and_processor_decides_in_many_chunks() -> None:
 def test_messages_share_the_address_space_of_a_host() -> None:
     assert message_bytes(Shape(2, 1)) == 512 << 10
     assert message_bytes(Shape(2, 2)) == 256 << 10  # one for each host
+    assert message_bytes(Shape(2, 2), is_all_reduce=False) == 512 << 10
     assert message_bytes(Shape(64, 8)) == pytest.approx((64 << 10) * 16 / 17 / 64)
 
 

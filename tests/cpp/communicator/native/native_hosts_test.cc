@@ -151,6 +151,18 @@ TEST_P(NativeHosts, ReducesOnTheHeapsOfItsHosts) {
   run(cases, kSmallChunkBytes, Placement::kHeap);
 }
 
+// More segments than are under way at a time, also where they travel in half as many bytes.
+TEST_P(NativeHosts, TakesManySegments) {
+  const auto count = static_cast<std::size_t>(2'300'000 * std::min(GetParam().size(), 3)) + 3;
+  std::vector<Case> cases{any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum,
+                                   GetParam().size(), count, 6 << 20)};
+  for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
+    cases.push_back(cases.front());
+    cases.back().wire_dtype = wire;
+  }
+  run(cases, kSmallChunkBytes);
+}
+
 INSTANTIATE_TEST_SUITE_P(Splits, NativeHosts,
                          ::testing::Values(Split{{0, 1}}, Split{{0, 1, 2}}, Split{{0, 0, 1}},
                                            Split{{0, 1, 0}}, Split{{0, 0, 1, 1}},
