@@ -6,9 +6,10 @@ take turns in the same processes, call by call (bench/turns.py). Open MPI's MPI_
 processes of its own. It takes turns with pydist alone, of each of which the faster arm counts, in
 place or out of place. All sums are of float32.
 
-`--raw 2` adds what plain TCP does in that run, over two sockets (streams.c): as many bytes as a
-rank of two sends and receives in an all_reduce, both ways at once and summed as they land. Of sizes
-of 1 MiB or more. It, too, takes turns with pydist alone.
+`--raw 1` adds what plain TCP does in that run, over one socket (streams.c), as pydist has between
+containers of one machine: as many bytes as a rank of two sends and receives in an all_reduce, both
+ways at once and summed as they land. Of sizes in whole MiB. It, too, takes turns with pydist
+alone, and needs `--congestion`: BBR, which pydist turns off there, would hold back the streams.
 
 A ratio is the median of the rounds' ratios, with the interval that holds it in 95 % of a bootstrap
 over the rounds. Above 1 pydist is faster.
@@ -88,7 +89,7 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
     program = raw_streams.compile_program() if args.raw else None
 
     def has_raw(size: int) -> bool:
-        return program is not None and size >= 1 << 20
+        return program is not None and size % (1 << 20) == 0
 
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(make_hosts(args, len(args.ranks)))
@@ -183,9 +184,8 @@ def parse_sizes(text: str) -> list[int]:
     except InvalidUsage as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     for size in sizes:
-        # The C program visits these.
-        if size < 8 or size & (size - 1):
-            raise argparse.ArgumentTypeError(f"{size} bytes: powers of 2 from 8 on")
+        if size < 8 or size % 4:
+            raise argparse.ArgumentTypeError(f"{size} bytes: 8 or more, whole elements of float32")
     return sizes
 
 
@@ -211,6 +211,10 @@ def main() -> None:
         parser.error("--turns must be 1 or more")
     if args.raw is not None and (args.ranks != [1, 1] or not 1 <= args.raw <= 64):
         parser.error("--raw takes a number of sockets, 1 to 64, and needs --ranks 1,1")
+    if args.raw is not None and args.congestion is None:
+        parser.error("--raw needs --congestion, of what pydist and the streams both use")
+    if not args.no_mpi and any(size & (size - 1) for size in args.sizes):
+        parser.error("--sizes: powers of 2, which are what Open MPI's program visits, or --no-mpi")
     check_output(args)
     console = Console(width=120)
     print_header(console, args, sum(args.ranks))

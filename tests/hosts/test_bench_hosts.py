@@ -63,7 +63,7 @@ def test_all_reduce(hosts: Hosts, tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 def test_all_reduce_beside_raw_streams(hosts: Hosts, tmp_path: Path) -> None:
     sizes = ("--sizes", "8,1M", "--turns", "1", "--seconds", "0.01")
-    options = ("--no-mpi", "--raw", "2", "--congestion", "reno")
+    options = ("--no-mpi", "--raw", "1", "--congestion", "reno")
     result = result_of("all_reduce.py", *sizes, *options, folder=tmp_path)
     assert result["network"]["congestion_control"] == "reno"
     assert result["sizes"]["8"]["raw / pydist"] is None

@@ -367,7 +367,9 @@ def handler_that_reduces() -> tuple[float, list[str]]:
         time.sleep(1.0)
     reduced = pydist.all_reduce(torch.ones(3)).sum().item()
     if pydist.rank() == 1:
-        reduced += pydist.recv(torch.zeros(1), 0).item()
+        message = torch.zeros(1)
+        pydist.recv(message, 0)
+        reduced += message.item()
     for work in sent:
         work.wait()
     return reduced, seen
