@@ -76,9 +76,10 @@ void send_elements(const Collective& run, SendChannel& channel, const Block& ele
 // Contributions are sent `ahead` segments before they are reduced here, and results are taken as
 // many segments after they could have been sent by their owner: so in every step there is something
 // to do while the rest is on its way. Segments of contributions and of results alternate in a
-// channel, in the same order at both ends. At most 2 * ahead + 1 of them are in a channel and not
-// yet taken, and it has more slots than that: so the rank that has come least far never waits for a
-// free slot, and what it waits for has been sent.
+// channel, in the same order at both ends. A rank waits for a free slot only when it has released
+// what it has taken, so at most 2 * ahead + 1 of them are in a channel and not yet released. It has
+// slots for these, and for those that are released and not told of yet: so the rank that has come
+// least far never waits for a free slot, and what it waits for has been sent.
 Task exchange_and_reduce(Collective& run, Channels& channels) {
   const ReducedBlocks blocks(run);
   const std::vector<int> others = others_of(run);

@@ -290,7 +290,12 @@ def test_more_hosts_are_never_faster(costs: Costs, hosts: int, ranks: int, size:
     for name in ("inline", "one shot", "direct exchange", "ring"):
         fewer_s, more_s = (WAYS[name](costs, Shape(h, ranks), size) for h in (hosts, hosts + 1))
         # On one host there is no link, and memory may be slower than that.
-        assert hosts == 1 or fewer_s <= more_s * (1 + 1e-9), name
+        if hosts == 1:
+            continue
+        # With one host more a slot holds (h+1)/h times as many messages, which are as much shorter,
+        # and a chunk h/(h-1) times as many: so the first and the last of them hide more.
+        hidden = 2 / (hosts - 1) if name == "direct exchange" else 0.0
+        assert fewer_s <= more_s * (1 + hidden + 1e-9), name
 
 
 @given(COSTS, st.integers(2, 64), st.integers(1, 8), SIZES)
