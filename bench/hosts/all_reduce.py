@@ -213,8 +213,11 @@ def main() -> None:
         parser.error("--raw takes a number of sockets, 1 to 64, and needs --ranks 1,1")
     if args.raw is not None and args.congestion is None:
         parser.error("--raw needs --congestion, of what pydist and the streams both use")
-    if not args.no_mpi and any(size & (size - 1) for size in args.sizes):
-        parser.error("--sizes: powers of 2, which are what Open MPI's program visits, or --no-mpi")
+    unvisited = [size for size in args.sizes if size & (size - 1)]
+    if unvisited and not args.no_mpi:
+        parser.error(
+            f"{unvisited[0]} bytes: powers of 2, which Open MPI's program visits, or --no-mpi"
+        )
     check_output(args)
     console = Console(width=120)
     print_header(console, args, sum(args.ranks))
