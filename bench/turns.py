@@ -6,10 +6,11 @@ kept of a run is their ratio (`pydist.benchmarks.noise`). A round's time is that
 rank.
 """
 
+import itertools
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -75,15 +76,9 @@ def take_turns(make_pair: Callable[..., Pair], args: tuple[object, ...], budget_
     subject_calls = _calls_of_a_round(pair.subject, pair.warm_up_calls, slowest)
     reference_calls = _calls_of_a_round(pair.reference, pair.warm_up_calls, slowest)
     times = Times(pair.reference_name)
-    more = torch.ones(1, dtype=torch.int32)
-    end_s = time.perf_counter() + budget_s
-    while more[0]:
+    for _ in _rounds(budget_s):
         times.reference_s.append(_time_calls(pair.reference, reference_calls, slowest))
         times.subject_s.append(_time_calls(pair.subject, subject_calls, slowest))
-        rounds = len(times.subject_s)
-        is_enough = rounds >= _LEAST_ROUNDS and time.perf_counter() > end_s
-        more[0] = not is_enough and rounds < _MOST_ROUNDS
-        pydist.broadcast(more, root=0)
     return times
 
 
@@ -105,14 +100,23 @@ def fastest_arm(
     slowest = torch.zeros(1, dtype=torch.float64)
     calls = [_calls_of_a_round(arm, 3, slowest) for arm in arms]
     times: list[list[float]] = [[] for _ in arms]
-    more = torch.ones(1, dtype=torch.int32)
-    end_s = time.perf_counter() + budget_s
-    while more[0]:
+    for _ in _rounds(budget_s):
         for arm, count, seconds in zip(arms, calls, times, strict=True):
             seconds.append(_time_calls(arm, count, slowest))
-        more[0] = len(times[0]) < _LEAST_ROUNDS or time.perf_counter() < end_s
-        pydist.broadcast(more, root=0)
     return min(statistics.median(seconds) for seconds in times)
+
+
+def _rounds(budget_s: float) -> Iterator[None]:
+    """As many on every rank as rank 0 finds enough."""
+    more = torch.ones(1, dtype=torch.int32)
+    end_s = time.perf_counter() + budget_s
+    for done in itertools.count(1):
+        yield
+        is_enough = done >= _LEAST_ROUNDS and time.perf_counter() > end_s
+        more[0] = not is_enough and done < _MOST_ROUNDS
+        pydist.broadcast(more, root=0)
+        if not more[0]:
+            return
 
 
 def _calls_of_a_round(call: Callable[[], object], warm_up_calls: int, slowest: torch.Tensor) -> int:

@@ -87,10 +87,7 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
     if installation is None and not args.no_mpi:
         console.print(f"Without Open MPI, which is not in {args.peers}: bench/peers/install.py")
     program = raw_streams.compile_program() if args.raw else None
-
-    def has_raw(size: int) -> bool:
-        return program is not None and size % (1 << 20) == 0
-
+    raw_sizes = [size for size in sizes if args.raw and size % (1 << 20) == 0]
     with contextlib.ExitStack() as stack:
         hosts = stack.enter_context(make_hosts(args, len(args.ranks)))
         if args.rate:
@@ -112,16 +109,16 @@ def measure(args: argparse.Namespace, sizes: list[int], console: Console) -> dic
                 row.pydist_s += times.subject_s
                 row.gloo_s += times.reference_s
             for size, row in rows.items():
-                if mpi is not None or has_raw(size):
+                if mpi is not None or size in raw_sizes:
                     call = (reduce_turns.measure_alone, size, args.seconds, args.symmetric)
                     row.alone_s.append(ranks.run(*call, timeout=args.timeout)[0])
             if mpi is not None:
                 found = mpi.run(max(sizes), args.seconds, args.timeout)
                 for size, row in rows.items():
                     row.mpi_s.append(found[size] * 1e-6)
-            for size, row in rows.items():
-                if program is not None and has_raw(size):
-                    row.raw_s.append(_time_raw(hosts, program, size, args))
+            if program is not None:
+                for size in raw_sizes:
+                    rows[size].raw_s.append(_time_raw(hosts, program, size, args))
     return rows
 
 

@@ -74,12 +74,20 @@ struct LaneShape {
   // taken by the lanes in use.
   std::size_t all_bytes;
 };
-inline constexpr LaneShape kMessageLanes{4, 1, 1, std::size_t{256} << 10, std::size_t{32} << 20};
+inline constexpr LaneShape kMessageLanes{.slots = 4,
+                                         .window = 1,
+                                         .release_every = 1,
+                                         .slot_bytes = std::size_t{256} << 10,
+                                         .all_bytes = std::size_t{32} << 20};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
 // much as tens of KiB, and a segment may end in a small one: so segments are long (512 KiB and a
 // little, see Note [Whole packets]), and slots are released in pairs. Longer ones leave the cache
 // before they are worked on.
-inline constexpr LaneShape kCollectiveLanes{8, 3, 2, std::size_t{544} << 10, std::size_t{4} << 30};
+inline constexpr LaneShape kCollectiveLanes{.slots = 8,
+                                            .window = 3,
+                                            .release_every = 2,
+                                            .slot_bytes = std::size_t{544} << 10,
+                                            .all_bytes = std::size_t{4} << 30};
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.
 static_assert(2 * kCollectiveLanes.window + 1 + kCollectiveLanes.release_every - 1 <=
@@ -94,11 +102,11 @@ class LaneTable {
   // Of those with a rank on this host.
   LaneTable(const Placement& placement, int host);
 
-  // On this host, and on the host that has the most. The same table gives all hosts slots that are
-  // equally long.
+  // On this host.
   [[nodiscard]] std::size_t count() const noexcept {
     return index_ == nullptr ? most_ : 2 * pairs(here_, size_);
   }
+  // On the host that has the most: the same on all hosts, whose slots are equally long.
   [[nodiscard]] std::size_t most() const noexcept { return most_; }
 
   // Precondition: there is such a lane.

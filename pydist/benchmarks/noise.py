@@ -9,6 +9,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from pydist.errors import InvalidUsage
 
@@ -86,7 +87,11 @@ def ratio_of(numerators: Sequence[float], denominators: Sequence[float]) -> Rati
 def spread_of(times: Sequence[float]) -> float:
     """The distance of the quartiles, as a share of the median."""
     middle = statistics.median(times)
-    return (percentile(times, 0.75) - percentile(times, 0.25)) / middle if middle else 0.0
+    return _between_quartiles(times) / middle if middle else 0.0
+
+
+def _between_quartiles(times: Sequence[float]) -> float:
+    return percentile(times, 0.75) - percentile(times, 0.25)
 
 
 def is_noisy(times: Sequence[float]) -> bool:
@@ -118,20 +123,18 @@ def two_groups(times: Sequence[float]) -> TwoGroups | None:
     least = max(3, -(-count // 10))
     if count < 2 * least or ordered[0] <= 0:
         return None
+    sums = list(accumulate(ordered, initial=0.0))
 
-    def scatter(group: Sequence[float]) -> float:
-        return statistics.pvariance(group) * len(group)
+    def distance(cut: int) -> float:
+        """What Otsu's sum lacks to that of one group."""
+        means = sums[cut] / cut, (sums[-1] - sums[cut]) / (count - cut)
+        return cut * (count - cut) * (means[1] - means[0]) ** 2
 
-    cut = min(
-        range(least, count - least + 1),
-        key=lambda at: scatter(ordered[:at]) + scatter(ordered[at:]),
-    )
+    cut = max(range(least, count - least + 1), key=distance)
     below, above = ordered[:cut], ordered[cut:]
     low, high = statistics.median(below), statistics.median(above)
     gap = above[0] - below[-1]
-    if high < 1.25 * low or any(
-        spread_of(each) * statistics.median(each) >= gap for each in (below, above)
-    ):
+    if high < 1.25 * low or gap <= max(map(_between_quartiles, (below, above))):
         return None
     return TwoGroups(low, high, cut / count)
 

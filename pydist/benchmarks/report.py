@@ -143,12 +143,12 @@ def footer(results: Results) -> Iterator[str]:
 
 
 def _state(times_us: Sequence[float]) -> str:
-    first, *between = (_number(each, 0) for each in times_us)
+    first, *later = (_number(each, 0) for each in times_us)
     text = f"an all_reduce of {size_text(PROBE_BYTES)} takes {first} us before"
     if len(times_us) > 2:
         low, high = min(times_us[1:-1]), max(times_us[1:-1])
         text += f", {_number(low, 0)} to {_number(high, 0)} us between"
-    return text + (f", {between[-1]} us after" if between else "")
+    return text + (f", {later[-1]} us after" if later else "")
 
 
 def comparison_cells(series: Sequence[Series], main: str) -> dict[str, tuple[float, Ratio | None]]:

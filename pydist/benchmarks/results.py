@@ -41,12 +41,12 @@ class Row:
     percent_of_roofline: float | None = None
     wrong: int | None = None
     rounds: int = 0
+    calls_per_round: int = 0
     # Where the rounds' times fall into two groups: the medians of both, and the share of the rounds
     # that are in the first.
     low_us: float | None = None
     high_us: float | None = None
     share_low: float | None = None
-    calls_per_round: int = 0
     # This time over the first arm's in the same place: the median ratio of the rounds, and the
     # interval that holds it in 95 % of resamplings.
     ratio: float | None = None

@@ -40,6 +40,14 @@ from pydist.planning.costs import Costs
 INLINE_BYTES = 256
 # Of an announcement without data.
 ANNOUNCEMENT_BYTES = 64
+# Of the lanes of a host (kCollectiveLanes in csrc/transport/lane_segment.h): bytes of all together,
+# slots of each, bytes of a slot at least and at most, and the share of one that a part fills (Cut
+# in csrc/collectives/between_hosts/segments.h).
+_LANES_BYTES = 4 << 30
+_SLOTS = 8
+_LEAST_SLOT_BYTES = 4 << 10
+_MOST_SLOT_BYTES = 544 << 10
+_FILLED = 16 / 17
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
@@ -62,12 +70,13 @@ class Shape:
 def message_bytes(shape: Shape, *, is_all_reduce: bool = True) -> float:
     """Of a message of a large exchange between hosts, where there are as many bytes.
 
-    The lanes of a host share an address space (csrc/transport/lane_segment.h). In an all-reduce of
-    hosts with several ranks a slot takes a message for each host (csrc/collectives/between_hosts).
+    The lanes of a host share an address space. In an all-reduce of hosts with several ranks a slot
+    takes a message for each host (csrc/collectives/between_hosts).
     """
     lanes = 2 * shape.ranks_per_host * shape.ranks
-    slot = min(max((4 << 30) / lanes / 8, 4 << 10), 544 << 10) * 16 / 17
-    return slot / shape.hosts if shape.ranks_per_host > 1 and is_all_reduce else slot
+    slot = min(max(_LANES_BYTES / lanes / _SLOTS, _LEAST_SLOT_BYTES), _MOST_SLOT_BYTES)
+    in_slot = shape.hosts if shape.ranks_per_host > 1 and is_all_reduce else 1
+    return slot * _FILLED / in_slot
 
 
 Time = Callable[[Costs, Shape, float], float]

@@ -20,7 +20,6 @@ from pydist.errors import Error
 _TURN_S = 5e-3
 _MOST_CALLS = 2000
 _FEWEST_ROUNDS = 10
-_PROBE_CALLS = 500
 # From here on, reading the clock is less than 1 % of a call, so that a turn need not be repeated to
 # learn the times of single calls.
 _LONG_S = 20e-6
@@ -127,21 +126,26 @@ class Conductor:
         return series
 
     def probe(self, arm: str, case: Case) -> float:
-        """Seconds of a case on one arm, from one turn: whether the machine is as it was.
+        """Seconds of a case on one arm, from one turn, by which to know a machine's state.
 
         Raises:
             Error: the arm failed.
         """
-        one = Series(arm, case, calls=_PROBE_CALLS)
+        one = Series(arm, case)
+        self._warm_up(one)
         return self._slowest_mean(self._time(one, each=False))
 
     def _begin(self, one: Series) -> None:
-        """Checks results, warms up, and learns how long a call takes."""
+        """Checks results, and warms up."""
         for _ in range(self._effort.checks if one.case.count else 0):
             wrong = self._ask(one, Check(one.arm, one.case))
             if wrong is None:
                 return
             one.wrong = (one.wrong or 0) + sum(wrong)
+        self._warm_up(one)
+
+    def _warm_up(self, one: Series) -> None:
+        """Warms up, and learns how long a call takes."""
         warm_up = Time(one.arm, one.case, max(1, self._effort.warmup), each=True)
         answers = self._ask(one, warm_up)
         if answers is None:

@@ -4,12 +4,14 @@
 
 #include <cstddef>
 #include <random>
+#include <vector>
 
 namespace pydist::testing {
 namespace {
 
 void expect_tiles(const Cut& cut, std::size_t count, std::size_t element_bytes) {
-  std::byte* const data = reinterpret_cast<std::byte*>(std::size_t{1} << 20);
+  std::vector<std::byte> memory(count * element_bytes + 1);
+  std::byte* const data = memory.data();
   const Block block{data, count};
   std::size_t end = 0;
   for (std::size_t index = 0; index < cut.parts_in(count); ++index) {
