@@ -240,7 +240,8 @@ void run_alone(const Call& call) {
 
 }  // namespace
 
-Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previous) {
+Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previous,
+              std::size_t segment_bytes) {
   co_await group.may_post();
   describe_call(group, call);
   group.publish_post();
@@ -271,7 +272,7 @@ Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previo
     }
   }
   const std::size_t per_segment =
-      next.slot_bytes() / (ring.reduces ? sums.bytes(1) : ring.wire.bytes(1));
+      segment_bytes / (ring.reduces ? sums.bytes(1) : ring.wire.bytes(1));
   PYDIST_CHECK(next.window() > 0);
   const std::size_t segments = (ring.chunks.largest() + per_segment - 1) / per_segment;
   for (std::size_t first = 0; first < segments; first += next.window()) {

@@ -12,6 +12,8 @@
 
 #pragma once
 
+#include <cstddef>
+
 #include "collectives/call.h"
 #include "collectives/group.h"
 #include "collectives/task.h"
@@ -25,7 +27,9 @@ namespace pydist {
 }
 
 // Runs one collective that ring_supports(). Group::begin() has numbered it; the posts of the group
-// carry its fingerprint, the channels to the next and from the previous rank its data.
-[[nodiscard]] Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previous);
+// carry its fingerprint, the channels to the next and from the previous rank its data, in segments
+// of up to `segment_bytes`: the same on all ranks, and no more than a slot of any channel takes.
+[[nodiscard]] Task run_ring(Group& group, Call call, SendChannel& next, ReceiveChannel& previous,
+                            std::size_t segment_bytes);
 
 }  // namespace pydist

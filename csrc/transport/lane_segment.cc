@@ -14,17 +14,38 @@ std::size_t counters_bytes(const LaneTable& table) noexcept {
 
 std::size_t rings_bytes() noexcept { return round_up(sizeof(LaneRings), page_bytes()); }
 
-std::size_t lane_bytes(const LaneTable& table, const LaneShape& shape) noexcept {
-  return round_up(rings_bytes() + shape.slots * LaneSegment::slot_bytes(table, shape),
-                  page_bytes());
+std::size_t lane_bytes(const LaneShape& shape, std::size_t slot_bytes) noexcept {
+  return round_up(rings_bytes() + shape.slots * slot_bytes, page_bytes());
+}
+
+// How long a slot may be where there are so many lanes.
+std::size_t share_of(std::size_t lanes, const LaneShape& shape, std::size_t most) noexcept {
+  const std::size_t share = shape.all_bytes / lanes / shape.slots;
+  return std::clamp(share / kLeastSlotBytes * kLeastSlotBytes, kLeastSlotBytes, most);
+}
+
+// Of a slot, between hosts and inside one.
+std::size_t bytes_between(const LaneTable& table, const LaneShape& shape) noexcept {
+  return share_of(table.most(), shape, shape.slot_bytes);
+}
+
+std::size_t bytes_inside(const LaneTable& table, const LaneShape& shape) noexcept {
+  return share_of(table.most_inside(), shape,
+                  std::max(shape.slot_bytes, std::min(table.hosts() * shape.bytes_for_a_host,
+                                                      shape.bytes_for_all_hosts)));
 }
 
 }  // namespace
 
 LaneTable::LaneTable(const Placement& placement, int host)
-    : size_(placement.size()), here_(static_cast<int>(placement.ranks_on(host).size())) {
+    : size_(placement.size()),
+      hosts_(static_cast<std::size_t>(placement.hosts())),
+      here_(static_cast<int>(placement.ranks_on(host).size())) {
   for (int each = 0; each < placement.hosts(); ++each) {
-    most_ = std::max(most_, 2 * placement.ranks_on(each).size() * static_cast<std::size_t>(size_));
+    most_here_ = std::max(most_here_, static_cast<int>(placement.ranks_on(each).size()));
+  }
+  if (!placement.spans_hosts()) {
+    return;
   }
   std::vector<int> index(static_cast<std::size_t>(size_), -1);
   for (const int rank : placement.ranks_on(host)) {
@@ -44,15 +65,17 @@ std::size_t LaneTable::place_of(int sender, int receiver) const noexcept {
 }
 
 LaneSegment::LaneSegment(SharedSegment segment, LaneTable table, const LaneShape& shape) noexcept
-    : segment_(std::move(segment)), table_(std::move(table)), shape_(shape) {}
-
-std::size_t LaneSegment::slot_bytes(const LaneTable& table, const LaneShape& shape) noexcept {
-  const std::size_t share = shape.all_bytes / table.most() / shape.slots;
-  return std::clamp(share / kLeastSlotBytes * kLeastSlotBytes, kLeastSlotBytes, shape.slot_bytes);
-}
+    : segment_(std::move(segment)),
+      table_(std::move(table)),
+      shape_(shape),
+      slot_bytes_(bytes_between(table_, shape)),
+      slot_bytes_inside_(bytes_inside(table_, shape)) {}
 
 std::size_t LaneSegment::bytes(const LaneTable& table, const LaneShape& shape) noexcept {
-  return counters_bytes(table) + table.count() * lane_bytes(table, shape);
+  const std::size_t between =
+      table.hosts() == 1 ? 0 : table.count() * lane_bytes(shape, bytes_between(table, shape));
+  return counters_bytes(table) +
+         table.count_inside() * lane_bytes(shape, bytes_inside(table, shape)) + between;
 }
 
 void LaneSegment::reserve_counters(int sender) const {
@@ -61,13 +84,20 @@ void LaneSegment::reserve_counters(int sender) const {
                    "counters between the ranks of a group");
 }
 
-std::size_t LaneSegment::lane_offset(int sender, int receiver) const noexcept {
-  return counters_bytes(table_) + table_.place_of(sender, receiver) * lane_bytes(table_, shape_);
+LaneSegment::Lane LaneSegment::lane(int sender, int receiver) const noexcept {
+  const std::size_t inside = lane_bytes(shape_, slot_bytes_inside_);
+  const std::size_t first = counters_bytes(table_);
+  if (table_.is_inside(sender, receiver)) {
+    return {first + table_.place_inside(sender, receiver) * inside, slot_bytes_inside_};
+  }
+  return {first + table_.count_inside() * inside +
+              table_.place_of(sender, receiver) * lane_bytes(shape_, slot_bytes_),
+          slot_bytes_};
 }
 
 void LaneSegment::reserve_lane(int sender, int receiver) const {
-  segment_.reserve(lane_offset(sender, receiver), lane_bytes(table_, shape_),
-                   "messages between two ranks");
+  const Lane its = lane(sender, receiver);
+  segment_.reserve(its.offset, lane_bytes(shape_, its.slot_bytes), "what passes between two ranks");
 }
 
 LaneCounters& LaneSegment::counters(int sender, int receiver) const noexcept {
@@ -75,13 +105,14 @@ LaneCounters& LaneSegment::counters(int sender, int receiver) const noexcept {
 }
 
 LaneRings& LaneSegment::rings(int sender, int receiver) const noexcept {
-  return *reinterpret_cast<LaneRings*>(segment_.data() + lane_offset(sender, receiver));
+  return *reinterpret_cast<LaneRings*>(segment_.data() + lane(sender, receiver).offset);
 }
 
 ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
   LaneCounters& ends = counters(sender, receiver);
-  return {segment_.data() + lane_offset(sender, receiver) + rings_bytes(),
-          slot_bytes(table_, shape_),
+  const Lane its = lane(sender, receiver);
+  return {segment_.data() + its.offset + rings_bytes(),
+          its.slot_bytes,
           shape_.slots,
           &ends.sent,
           &ends.released,

@@ -1,7 +1,7 @@
 // The layout of memory for what passes between two ranks of a group: a lane for every ordered pair
-// of ranks (a rank and itself included), or of those alone of which one is on this host. The ranks
-// of a host share it. What a rank of another host writes into a lane is written there by the one
-// that has received it, see transport/tcp/frame.h.
+// of ranks of which one, or both, are on this host (a rank and itself included). The ranks of a
+// host share it. What a rank of another host writes into a lane is written there by the one that
+// has received it, see transport/tcp/frame.h.
 //
 // A group has one set of lanes for messages, and one that spans hosts another for its collectives,
 // which use the slots alone. Messages:
@@ -64,21 +64,27 @@ struct LaneRings {
   std::array<std::uint32_t, kMostLaneSlots> lengths;
 };
 
-// The slots of each lane of a set.
+// The slots of each lane of a set. All lanes take address space; memory is taken by those in use.
 struct LaneShape {
   std::size_t slots;
   std::size_t window;         // see SendChannel
   std::size_t release_every;  // see ShmChannelMemory
   std::size_t slot_bytes;     // at most
-  // Address space for the slots of all lanes together, which decides how large each is; memory is
-  // taken by the lanes in use.
+  // Between ranks of one host a slot is longer where there are many hosts: it takes so much for
+  // each, up to so much together.
+  std::size_t bytes_for_a_host;
+  std::size_t bytes_for_all_hosts;
+  // Address space for the slots of all lanes inside a host, and as much for all others: it decides
+  // how long each slot is.
   std::size_t all_bytes;
 };
 inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .window = 1,
                                          .release_every = 1,
                                          .slot_bytes = std::size_t{256} << 10,
-                                         .all_bytes = std::size_t{32} << 20};
+                                         .bytes_for_a_host = 0,
+                                         .bytes_for_all_hosts = 0,
+                                         .all_bytes = std::size_t{1} << 30};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
 // much as tens of KiB, and a segment may end in a small one: so segments are long (512 KiB and a
 // little, see Note [Whole packets]), and slots are released in pairs. Longer ones leave the cache
@@ -87,27 +93,29 @@ inline constexpr LaneShape kCollectiveLanes{.slots = 8,
                                             .window = 3,
                                             .release_every = 2,
                                             .slot_bytes = std::size_t{544} << 10,
+                                            .bytes_for_a_host = std::size_t{32} << 10,
+                                            .bytes_for_all_hosts = std::size_t{2} << 20,
                                             .all_bytes = std::size_t{4} << 30};
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.
 static_assert(2 * kCollectiveLanes.window + 1 + kCollectiveLanes.release_every - 1 <=
               kCollectiveLanes.slots);
 
-// Which lanes there are, and in which place.
+// Which lanes a host has, those with one of its ranks at an end, and in which place each is.
 class LaneTable {
  public:
   LaneTable() = default;
-  // Of all pairs of so many ranks.
-  explicit LaneTable(int size) noexcept : size_(size), here_(size), most_(pairs(size, size)) {}
-  // Of those with a rank on this host.
+  // Of a host on its own.
+  explicit LaneTable(int size) noexcept : size_(size), here_(size), most_here_(size) {}
   LaneTable(const Placement& placement, int host);
 
-  // On this host.
-  [[nodiscard]] std::size_t count() const noexcept {
-    return index_ == nullptr ? most_ : 2 * pairs(here_, size_);
-  }
-  // On the host that has the most: the same on all hosts, whose slots are equally long.
-  [[nodiscard]] std::size_t most() const noexcept { return most_; }
+  // Places, each for one lane.
+  [[nodiscard]] std::size_t count() const noexcept { return lanes_of(here_); }
+  [[nodiscard]] std::size_t count_inside() const noexcept { return pairs(here_, here_); }
+  // The same on the host that has the most: known on all hosts, whose slots are equally long.
+  [[nodiscard]] std::size_t most() const noexcept { return lanes_of(most_here_); }
+  [[nodiscard]] std::size_t most_inside() const noexcept { return pairs(most_here_, most_here_); }
+  [[nodiscard]] std::size_t hosts() const noexcept { return hosts_; }
 
   // Precondition: there is such a lane.
   [[nodiscard]] std::size_t place_of(int sender, int receiver) const noexcept;
@@ -117,9 +125,21 @@ class LaneTable {
     return static_cast<std::size_t>(is_here(sender) ? size_ : here_);
   }
 
+  // Whether both ranks are on this host; and the place of their lane among those of such ranks.
+  [[nodiscard]] bool is_inside(int sender, int receiver) const noexcept {
+    return is_here(sender) && is_here(receiver);
+  }
+  [[nodiscard]] std::size_t place_inside(int sender, int receiver) const noexcept {
+    return pairs(index_here(sender), here_) + static_cast<std::size_t>(index_here(receiver));
+  }
+
  private:
   static constexpr std::size_t pairs(int some, int others) noexcept {
     return static_cast<std::size_t>(some) * static_cast<std::size_t>(others);
+  }
+  // Of a host with so many ranks.
+  [[nodiscard]] std::size_t lanes_of(int ranks) const noexcept {
+    return (hosts_ == 1 ? 1 : 2) * pairs(ranks, size_);
   }
   // Among the ranks of this host; negative: it is on another one.
   [[nodiscard]] int index_here(int rank) const noexcept {
@@ -128,8 +148,9 @@ class LaneTable {
   [[nodiscard]] bool is_here(int rank) const noexcept { return index_here(rank) >= 0; }
 
   int size_ = 0;
-  int here_ = 0;  // ranks on this host
-  std::size_t most_ = 0;
+  std::size_t hosts_ = 1;
+  int here_ = 0;                                   // ranks on this host
+  int most_here_ = 0;                              // on the host that has the most
   std::shared_ptr<const std::vector<int>> index_;  // null: all are here
 };
 
@@ -148,9 +169,9 @@ class LaneSegment {
   [[nodiscard]] static std::size_t bytes(int size) noexcept {
     return bytes(LaneTable(size), kMessageLanes);
   }
-  // Of each slot of each lane.
-  [[nodiscard]] static std::size_t slot_bytes(const LaneTable& table,
-                                              const LaneShape& shape) noexcept;
+  // Of each slot of a lane between hosts, and inside a host: the same on all hosts.
+  [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
+  [[nodiscard]] std::size_t slot_bytes_inside() const noexcept { return slot_bytes_inside_; }
   // Those of the lanes of one sender.
   void reserve_counters(int sender) const;
   // For the sender of a lane.
@@ -161,11 +182,17 @@ class LaneSegment {
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
 
  private:
-  [[nodiscard]] std::size_t lane_offset(int sender, int receiver) const noexcept;
+  struct Lane {
+    std::size_t offset;
+    std::size_t slot_bytes;
+  };
+  [[nodiscard]] Lane lane(int sender, int receiver) const noexcept;
 
   SharedSegment segment_;
   LaneTable table_;
   LaneShape shape_ = kMessageLanes;
+  std::size_t slot_bytes_ = 0;
+  std::size_t slot_bytes_inside_ = 0;
 };
 
 }  // namespace pydist

@@ -18,6 +18,13 @@ namespace {
 // host is there at once.
 constexpr std::size_t kAheadOnHost = 1;
 
+// The longest part of a piece: between hosts one of them takes a slot, inside a host one for each
+// host.
+std::size_t part_bytes(const Channels& channels, const Placement& placement) noexcept {
+  return std::min(channels.slot_bytes(),
+                  channels.slot_bytes_on_host() / static_cast<std::size_t>(placement.hosts()));
+}
+
 // Where each lane's pieces lie.
 class Pieces {
  public:
@@ -79,8 +86,7 @@ struct Lanes {
         host(the_placement.host_of(the_run.me())),
         mine(the_placement.index_on_host(the_run.me())),
         drives(mine < pieces.lanes()),
-        cut(the_channels.slot_bytes(), the_run.element_bytes(),
-            static_cast<std::size_t>(the_placement.hosts())),
+        cut(part_bytes(the_channels, the_placement), the_run.element_bytes()),
         host_sums(the_run, the_placement),
         own_sums(the_channels.window() + 1),
         input(the_run.call().inputs[0].data),
@@ -342,7 +348,7 @@ Task take_from_host(Lanes& lanes, std::size_t step) {
 
 bool fits_by_hosts(const Channels& channels, const Placement& placement) noexcept {
   constexpr std::size_t kLeastPart = 256;
-  return channels.slot_bytes() / static_cast<std::size_t>(placement.hosts()) >= kLeastPart;
+  return part_bytes(channels, placement) >= kLeastPart;
 }
 
 bool has_hosts_of_several_ranks(const Placement& placement) noexcept {

@@ -14,16 +14,17 @@
 
 namespace pydist {
 
-// How blocks are cut into parts, of which a slot takes one, or one of each of some blocks. Parts
-// are equally long but the last, which also takes what would be little for one of its own.
+// How blocks are cut into parts, which are equally long but the last, which also takes what would
+// be little for one of its own.
 //
 // Note [Whole packets] Linux hands data to a device in packets of up to 64 KiB, which whoever sends
 // them on cuts to the size of the network's (TSO): 45 times 1448 bytes in most networks. What such
 // a packet costs the processor hardly depends on what it carries. So parts end where it is full.
 class Cut {
  public:
-  Cut(std::size_t slot_bytes, std::size_t element_bytes, std::size_t blocks_in_slot = 1) noexcept
-      : longest_(slot_bytes / blocks_in_slot / element_bytes),
+  // `most_bytes`: of the longest part there may be.
+  Cut(std::size_t most_bytes, std::size_t element_bytes) noexcept
+      : longest_(most_bytes / element_bytes),
         elements_(std::max<std::size_t>(
             1, whole_packets(longest_ * element_bytes / 17 * 16) / element_bytes)) {}
 

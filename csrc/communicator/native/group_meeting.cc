@@ -285,7 +285,7 @@ class Meeting {
   void stay_alone() {
     use_endpoint();
     Endpoint& endpoint = *membership_.endpoint;
-    memory_.create();
+    memory_.create(Placement(1), 0);
     memory_.reserve(rank_, Placement(1));
     auto self = std::make_shared<Peer>();
     self->host = host_name();
@@ -307,13 +307,11 @@ class Meeting {
       use_endpoint();
       if (rank_ == 0) {
         mine.token = random_token();
-        memory_.create();
         mine.secret_folder = secret_.make(mine.token);
       }
       mine.card = membership_.endpoint->card();
     } catch (const std::exception& error) {
       mine.complaint = words_of(error.what());
-      memory_ = no_memory();
       secret_.forget();
     }
     const std::string topic = introduction_topic(options_.name);
@@ -392,12 +390,7 @@ class Meeting {
       endpoint.network()->expect(token, trust.secret);
     }
     if (rank_ == leader()) {
-      if (rank_ != 0) {
-        memory_.create();
-      }
-      if (spans_hosts) {
-        memory_.create_lanes_between_hosts(placement(), own_host());
-      }
+      memory_.create(placement(), own_host());
       for (SegmentOffer& offer : memory_.offer(endpoint.server(), token, trust.secret)) {
         offers.push_back(std::move(offer));
       }

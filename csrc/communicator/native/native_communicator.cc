@@ -92,7 +92,8 @@ class NativeCommunicator final : public Communicator,
         [engine = engine_, pins_ring](const Operation& operation, bool is_posted) {
           const Call call = resolve(operation, engine->group.rank(), engine->group.size());
           if (pins_ring && ring_supports(operation.kind)) {
-            return run_ring(engine->group, call, engine->to_next(), engine->from_previous());
+            return run_ring(engine->group, call, engine->to_next(), engine->from_previous(),
+                            engine->ring_slot_bytes());
           }
           return engine->remote ? run_between_hosts(engine->group, call, *engine->remote,
                                                     engine->remote->placement())
@@ -354,6 +355,10 @@ class NativeCommunicator final : public Communicator,
     }
     [[nodiscard]] ReceiveChannel& from_previous() {
       return remote ? remote->from(wrap(group.rank() - 1, group.size())) : from_previous_on_host;
+    }
+
+    [[nodiscard]] std::size_t ring_slot_bytes() const {
+      return remote ? remote->slot_bytes() : group.chunk_bytes();
     }
 
     static int wrap(int rank, int size) { return (rank + size) % size; }

@@ -12,16 +12,15 @@ constexpr const char* kHeap = "/heap";
 
 }  // namespace
 
-void GroupMemory::create() {
+void GroupMemory::create(const Placement& placement, int host) {
+  lanes_ = LaneTable(placement, host);
   group_ = SharedSegment::create("group", GroupSegment::bytes(size_, chunk_bytes_));
-  messages_ = SharedSegment::create("messages", LaneSegment::bytes(size_));
+  messages_ = SharedSegment::create("messages", LaneSegment::bytes(lanes_, kMessageLanes));
+  if (placement.spans_hosts()) {
+    collectives_ =
+        SharedSegment::create("collectives", LaneSegment::bytes(lanes_, kCollectiveLanes));
+  }
   heap_ = SharedFile::create("heap");
-}
-
-void GroupMemory::create_lanes_between_hosts(const Placement& placement, int host) {
-  between_hosts_ = LaneTable(placement, host);
-  collectives_ =
-      SharedSegment::create("collectives", LaneSegment::bytes(between_hosts_, kCollectiveLanes));
 }
 
 std::vector<SegmentOffer> GroupMemory::offer(SegmentServer& server, const std::string& token,
@@ -41,15 +40,14 @@ std::vector<SegmentOffer> GroupMemory::offer(SegmentServer& server, const std::s
 
 void GroupMemory::fetch(const Placement& placement, int host,
                         const std::function<FileDescriptor(const char* name)>& fetch) {
-  group_ = SharedSegment::map(fetch(kGroup),
-                              round_up(GroupSegment::bytes(size_, chunk_bytes_), page_bytes()));
-  messages_ =
-      SharedSegment::map(fetch(kMessages), round_up(LaneSegment::bytes(size_), page_bytes()));
+  lanes_ = LaneTable(placement, host);
+  const auto map = [&fetch](const char* name, std::size_t bytes) {
+    return SharedSegment::map(fetch(name), round_up(bytes, page_bytes()));
+  };
+  group_ = map(kGroup, GroupSegment::bytes(size_, chunk_bytes_));
+  messages_ = map(kMessages, LaneSegment::bytes(lanes_, kMessageLanes));
   if (placement.spans_hosts()) {
-    between_hosts_ = LaneTable(placement, host);
-    collectives_ = SharedSegment::map(
-        fetch(kCollectives),
-        round_up(LaneSegment::bytes(between_hosts_, kCollectiveLanes), page_bytes()));
+    collectives_ = map(kCollectives, LaneSegment::bytes(lanes_, kCollectiveLanes));
   }
   heap_ = SharedFile(fetch(kHeap));
 }

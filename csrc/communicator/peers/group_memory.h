@@ -22,10 +22,8 @@ class GroupMemory {
   GroupMemory(int size, std::size_t chunk_bytes) noexcept
       : size_(size), chunk_bytes_(chunk_bytes) {}
 
-  // New memory. Throws TransportError.
-  void create();
-  // The same for the lanes of a host with others, which only a group that spans hosts has.
-  void create_lanes_between_hosts(const Placement& placement, int host);
+  // New memory for the ranks of a host. Throws TransportError.
+  void create(const Placement& placement, int host);
 
   // Lets the other ranks of the host fetch it, as long as the offers live.
   [[nodiscard]] std::vector<SegmentOffer> offer(SegmentServer& server, const std::string& token,
@@ -37,19 +35,18 @@ class GroupMemory {
   void reserve(int rank, const Placement& placement) const;
 
   [[nodiscard]] GroupSegment group() const { return {group_, size_, chunk_bytes_}; }
-  [[nodiscard]] LaneSegment messages() const { return {messages_, size_}; }
-  [[nodiscard]] LaneSegment collectives() const {
-    return {collectives_, between_hosts_, kCollectiveLanes};
-  }
+  [[nodiscard]] LaneSegment messages() const { return {messages_, lanes_, kMessageLanes}; }
+  // Which only a group has that spans hosts.
+  [[nodiscard]] LaneSegment collectives() const { return {collectives_, lanes_, kCollectiveLanes}; }
   [[nodiscard]] SharedFile heap() const { return heap_; }
 
  private:
   int size_;
   std::size_t chunk_bytes_;
   SharedSegment group_;
+  LaneTable lanes_;
   SharedSegment messages_;
-  LaneTable between_hosts_;    // none on one host
-  SharedSegment collectives_;  // the same
+  SharedSegment collectives_;  // none on one host
   SharedFile heap_;
 };
 

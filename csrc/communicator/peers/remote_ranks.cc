@@ -127,10 +127,6 @@ void RemoteRanks::send_post(std::uint64_t sequence, std::uint64_t round, std::si
   }
 }
 
-std::size_t RemoteRanks::slot_bytes() const noexcept {
-  return lanes_.collectives.channel(rank_, rank_).slot_bytes;
-}
-
 SendChannel& RemoteRanks::to(int rank) {
   std::unique_ptr<SendChannel>& channel = to_[static_cast<std::size_t>(rank)];
   if (!channel) {

@@ -67,7 +67,12 @@ class RemoteRanks final : public Announcer,
   void send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) override;
 
   // -- Channels ---------------------------------------------------------------------------------
-  [[nodiscard]] std::size_t slot_bytes() const noexcept override;
+  [[nodiscard]] std::size_t slot_bytes() const noexcept override {
+    return lanes_.collectives.slot_bytes();
+  }
+  [[nodiscard]] std::size_t slot_bytes_on_host() const noexcept override {
+    return lanes_.collectives.slot_bytes_inside();
+  }
   [[nodiscard]] std::size_t window() const noexcept override { return kCollectiveLanes.window; }
   [[nodiscard]] SendChannel& to(int rank) override;
   [[nodiscard]] ReceiveChannel& from(int rank) override;

@@ -75,7 +75,8 @@ class RingOfRanks {
       Group& group = *groups_[place(rank)];
       group.begin();
       ranks.push_back(std::make_unique<Execution>(
-          run_ring(group, calls[place(rank)], senders_[place(rank)], receivers_[place(rank)])));
+          run_ring(group, calls[place(rank)], senders_[place(rank)], receivers_[place(rank)],
+                   senders_[place(rank)].slot_bytes())));
     }
     return end_in_any_order(ranks, random);
   }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -59,20 +60,68 @@ TEST(LaneTableTest, HasAPlaceForEachPairWhereAllRanksAreHere) {
   EXPECT_EQ(table.count(), 9u);
 }
 
-std::size_t slot_bytes(const Placement& placement, int host) {
-  return LaneSegment::slot_bytes(LaneTable(placement, host), kCollectiveLanes);
+LaneSegment lanes_of(const Placement& placement, int host,
+                     const LaneShape& shape = kCollectiveLanes) {
+  const LaneTable table(placement, host);
+  return {SharedSegment::create("lanes", LaneSegment::bytes(table, shape)), table, shape};
 }
 
 TEST(LaneSegmentTest, SlotsAreAsLongOnAllHosts) {
   const Placement placement = make_placement({3, 1, 2});
-  EXPECT_EQ(slot_bytes(placement, 0), slot_bytes(placement, 1));
-  EXPECT_EQ(slot_bytes(placement, 0), slot_bytes(placement, 2));
+  for (int host = 1; host < 3; ++host) {
+    EXPECT_EQ(lanes_of(placement, host).slot_bytes(), lanes_of(placement, 0).slot_bytes());
+    EXPECT_EQ(lanes_of(placement, host).slot_bytes_inside(),
+              lanes_of(placement, 0).slot_bytes_inside());
+  }
 }
 
+TEST(LaneSegmentTest, NoLaneReachesIntoAnother) {
+  for (const auto& ranks : {std::vector<int>{3}, {1, 1}, {3, 1, 2}, std::vector<int>(40, 2)}) {
+    const Placement placement = make_placement(ranks);
+    for (const LaneShape& shape : {kMessageLanes, kCollectiveLanes}) {
+      const LaneTable table(placement, 0);
+      const SharedSegment memory = SharedSegment::create("lanes", LaneSegment::bytes(table, shape));
+      const LaneSegment lanes(memory, table, shape);
+      std::map<const std::byte*, const std::byte*> ends;  // by begin
+      for (int sender = 0; sender < placement.size(); ++sender) {
+        for (int receiver = 0; receiver < placement.size(); ++receiver) {
+          if (placement.host_of(sender) == 0 || placement.host_of(receiver) == 0) {
+            const auto* rings = reinterpret_cast<const std::byte*>(&lanes.rings(sender, receiver));
+            const ShmChannelMemory slots = lanes.channel(sender, receiver);
+            EXPECT_LE(rings + sizeof(LaneRings), slots.slots);
+            ends[rings] = slots.slots + slots.slot_bytes * slots.slot_count;
+          }
+        }
+      }
+      const std::byte* end = memory.data() + table.count() * sizeof(LaneCounters);
+      for (const auto& [lane_begins, lane_ends] : ends) {
+        EXPECT_LE(end, lane_begins);
+        end = lane_ends;
+      }
+      EXPECT_LE(end, memory.data() + LaneSegment::bytes(table, shape));
+    }
+  }
+}
+
+struct SlotLengths {
+  std::size_t hosts;
+  int ranks_of_each;
+  std::size_t between;  // in KiB
+  std::size_t inside;
+};
+
 TEST(LaneSegmentTest, SlotsOfManyHostsAreLongEnoughForTheNetwork) {
-  EXPECT_EQ(slot_bytes(make_placement(std::vector<int>(8, 8)), 0), std::size_t{512} << 10);
-  EXPECT_EQ(slot_bytes(make_placement(std::vector<int>(64, 8)), 0), std::size_t{64} << 10);
-  EXPECT_EQ(slot_bytes(make_placement(std::vector<int>(64, 1)), 0), std::size_t{544} << 10);
+  for (const SlotLengths& is : {SlotLengths{1, 8, 544, 544},
+                                {2, 2, 544, 544},
+                                {8, 8, 512, 544},
+                                {64, 1, 544, 2048},
+                                {64, 8, 64, 2048},
+                                {128, 8, 32, 2048}}) {
+    const LaneSegment lanes =
+        lanes_of(make_placement(std::vector<int>(is.hosts, is.ranks_of_each)), 0);
+    EXPECT_EQ(lanes.slot_bytes(), is.between << 10) << is.hosts;
+    EXPECT_EQ(lanes.slot_bytes_inside(), is.inside << 10) << is.hosts;
+  }
 }
 
 }  // namespace

@@ -26,8 +26,9 @@
 namespace pydist {
 namespace {
 
-// What all ranks of a host hold of a step goes into one slot.
 constexpr std::size_t kLaneBytes = 256;
+// Between ranks of a host one slot takes the parts of all hosts.
+constexpr std::size_t kHostLaneBytes = 640;
 // As kCollectiveLanes has it: a sender hears of every other slot that is free again.
 constexpr std::size_t kReleaseEvery = 2;
 
@@ -50,10 +51,10 @@ Placement placement_of(const ExchangeShape& shape) {
 
 // What a lane is at each end, and on the way.
 struct ExchangeRoad {
-  explicit ExchangeRoad(std::size_t window)
-      : slots(kLaneBytes * count_of_slots(window)),
+  ExchangeRoad(std::size_t window, std::size_t slot_bytes)
+      : slots(slot_bytes * count_of_slots(window)),
         lengths(count_of_slots(window)),
-        memory{slots.data(), kLaneBytes, lengths.size(), &sent, &released, lengths.data(), window},
+        memory{slots.data(), slot_bytes, lengths.size(), &sent, &released, lengths.data(), window},
         senders_slots(slots.size()) {}
 
   // As many as can be under way (Note [Segments ahead]) or released and not told of.
@@ -149,9 +150,12 @@ class FarReceiveChannel final : public ReceiveChannel {
 // Between every two ranks.
 class Roads {
  public:
-  Roads(int size, std::size_t window) : size_(size), bells_(index_of(size)) {
-    for (int pair = 0; pair < size * size; ++pair) {
-      roads_.push_back(std::make_unique<ExchangeRoad>(window));
+  explicit Roads(const ExchangeShape& shape) : size_(shape.size()), bells_(index_of(size_)) {
+    for (const int sender : shape.hosts) {
+      for (const int receiver : shape.hosts) {
+        roads_.push_back(std::make_unique<ExchangeRoad>(
+            shape.window, sender == receiver ? kHostLaneBytes : kLaneBytes));
+      }
     }
   }
   [[nodiscard]] ExchangeRoad& road(int sender, int receiver) {
@@ -184,6 +188,7 @@ class ChannelsOfRank final : public Channels {
     }
   }
   [[nodiscard]] std::size_t slot_bytes() const noexcept override { return kLaneBytes; }
+  [[nodiscard]] std::size_t slot_bytes_on_host() const noexcept override { return kHostLaneBytes; }
   [[nodiscard]] std::size_t window() const noexcept override { return window_; }
   [[nodiscard]] SendChannel& to(int rank) override { return *senders_[index_of(rank)]; }
   [[nodiscard]] ReceiveChannel& from(int rank) override { return *receivers_[index_of(rank)]; }
@@ -197,7 +202,7 @@ class ChannelsOfRank final : public Channels {
 class ExchangingRanks {
  public:
   explicit ExchangingRanks(const ExchangeShape& shape)
-      : size_(shape.size()), placement_(placement_of(shape)), roads_(size_, shape.window) {
+      : size_(shape.size()), placement_(placement_of(shape)), roads_(shape) {
     const GroupSegment segment(
         SharedSegment::create("exchange", GroupSegment::bytes(size_, kLaneBytes)), size_,
         kLaneBytes);

@@ -350,7 +350,7 @@ TEST(NativeMessagesTest, ASendThatCannotStartEndsThoseBehindIt) {
     has_no_shared_memory = false;
     EXPECT_EQ(errors.size(), self.rank == 0 ? 3u : 0u);
     for (const ErrorDescription& error : errors) {
-      EXPECT_PRED2(contains, error.message, "messages between two ranks");
+      EXPECT_PRED2(contains, error.message, "what passes between two ranks");
     }
   });
 }

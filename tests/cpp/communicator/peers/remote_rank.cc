@@ -31,12 +31,12 @@ RemoteGround::RemoteGround(int rank, bool connects)
   segment_ = GroupSegment(
       SharedSegment::create("group", GroupSegment::bytes(kRemoteSize, kRemoteChunkBytes)),
       kRemoteSize, kRemoteChunkBytes);
-  messages_ =
-      LaneSegment(SharedSegment::create("messages", LaneSegment::bytes(kRemoteSize)), kRemoteSize);
-  const LaneTable between_hosts(placement(), placement().host_of(rank_));
-  collectives_ = LaneSegment(
-      SharedSegment::create("collectives", LaneSegment::bytes(between_hosts, kCollectiveLanes)),
-      between_hosts, kCollectiveLanes);
+  const LaneTable table(placement(), placement().host_of(rank_));
+  const auto make = [&table](const char* name, const LaneShape& shape) {
+    return LaneSegment(SharedSegment::create(name, LaneSegment::bytes(table, shape)), table, shape);
+  };
+  messages_ = make("messages", kMessageLanes);
+  collectives_ = make("collectives", kCollectiveLanes);
   for (int each = 0; each < kRemoteSize; ++each) {
     segment_.reserve_control(each);
     messages_.reserve_counters(each);
