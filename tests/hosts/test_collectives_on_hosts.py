@@ -8,7 +8,6 @@ import numpy as np
 import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
-from conformance.cases import CASES, run_cases
 from hosts_or_skip import hosts_or_skip
 from launch import Ranks
 from namespaces import Hosts
@@ -159,11 +158,3 @@ def require_right(ranks: Ranks, kind: str, count: int) -> None:
     if kind == "all_reduce":
         for result in results:
             np.testing.assert_array_equal(result, results[0])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", CASES)
-def test_conformance_over_hosts(ranks: Ranks, name: str) -> None:
-    reports = ranks.run(run_cases, name, timeout=90)
-    assert min(report.cases for report in reports) > 0
-    assert [report.failures for report in reports] == [[]] * WORLD_SIZE

@@ -6,7 +6,10 @@ Two ranks are on one host, one is on another; the backend is the one that pydist
 import contextlib
 import copy
 import hashlib
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,3 +213,52 @@ def train_unevenly(counts: list[int]) -> str:
 def test_uneven_inputs(ranks: Ranks, counts: list[int]) -> None:
     """All ranks of one host have used up their batches, and those of the other one go on."""
     run(ranks, train_unevenly, counts)
+
+
+def steps_until_one_has_waited(begun: Path) -> Iterator[int]:
+    """Until one has taken a second, on whichever rank, and three more; makes `begun` amid them."""
+    left = None
+    last = time.monotonic()
+    for step in range(100):
+        time.sleep(0.1)  # few steps, in which roundings don't add up
+        if step == 2:
+            begun.touch()
+        yield step
+        last, longest = time.monotonic(), torch.tensor(time.monotonic() - last)
+        pydist.all_reduce(longest, op="max")
+        if left is None and longest > 1:
+            left = 3
+        elif left is not None:
+            left -= 1
+            if left == 0:
+                return
+    raise AssertionError("no step has waited for the link")
+
+
+def train_until_one_step_has_waited(begun: Path) -> str:
+    joined()
+    torch.manual_seed(0)
+    reference = wide()
+    model = pydist.DataParallel(copy.deepcopy(reference))
+    steps = steps_until_one_has_waited(begun)
+    train_like_reference(model, reference, wide_loss, steps=steps)
+    return digest(model)
+
+
+def test_a_link_that_is_cut_for_a_while_only_delays_a_step(
+    ranks: Ranks, hosts: Hosts, tmp_path: Path
+) -> None:
+    """TCP sends again what was lost."""
+    begun = tmp_path / "begun"
+
+    def cut_for_a_while() -> None:
+        while not begun.exists():
+            time.sleep(0.01)
+        hosts[1].cut(silently=True)
+        time.sleep(2)
+        hosts[1].restore()
+
+    cutting = threading.Thread(target=cut_for_a_while, daemon=True)
+    cutting.start()
+    run(ranks, train_until_one_step_has_waited, begun)
+    cutting.join()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conformance.cases import CASES, run_cases
 from conformance.described import differences, reductions
-from conformance.suite import Report
+from conformance.suite import Report, complaints_of
 from gpu_ranks import needs_gpu_ranks
 from launch import Ranks, run_ranks
 from staged_gpu import needs_gpu
@@ -110,16 +110,8 @@ def test_conformance(pool: Pool, name: str) -> None:
         pytest.skip("numpy arrays are not on a device")
     reports = pool.run(name)
     assert min(report.cases for report in reports) > 0 or len(reports) == 1
-    failures = {failure: None for report in reports for failure in report.failures}
-    lines = [
-        f"ranks {[report.rank for report in reports if failure in report.failures]}: {failure}"
-        for failure in failures
-    ]
-    for case, digest in reports[0].digests.items():
-        differing = [r.rank for r in reports if r.digests.get(case, digest) != digest]
-        if differing:
-            lines.append(f"{case}: ranks {differing} have other bits than rank 0")
-    assert not lines, f"{len(lines)} of {reports[0].cases} cases failed:\n" + "\n".join(lines)
+    complaints = complaints_of(reports)
+    assert not complaints, "\n".join(complaints)
 
 
 def table_of_page(name: str) -> list[str]:

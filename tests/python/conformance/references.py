@@ -5,8 +5,8 @@ Every rank can compute what any other contributes (`values`), so the expected re
 locally, by torch in one process, and compared to the bit:
 
 - integers, bool, and whatever is only moved: exactly, for every backend;
-- native: in rank order, 16-bit types in float32 with one rounding, means divided once
-  (docs/numerics.md);
+- native: in rank order, 16-bit types in float32 with one rounding, means divided once; beyond one
+  shot between hosts of several ranks, host by host (docs/numerics.md);
 - two ranks: there is one sum only, since addition commutes. So every backend gives the bits;
 - ring and gloo on more ranks, for sums and products of floating-point numbers: the order is
   theirs, so the result lies within `bound` of the one in float64.
@@ -182,6 +182,44 @@ def combined(op: str, parts: Sequence[Tensor]) -> Tensor:
     terms = [_accumulator(part) for part in parts]
     if op == "premul_sum":
         terms = [term * torch.full_like(term, factor_of(rank)) for rank, term in enumerate(terms)]
+    total = _in_order(op, terms, dtype)
+    if op == "mean":
+        total = total / torch.full_like(total, float(len(parts)))
+    return _from_accumulator(total, dtype)
+
+
+def combined_by_hosts(
+    op: str, parts: Sequence[Tensor], hosts: Sequence[int], travels: torch.dtype
+) -> Tensor:
+    """The same where each host's ranks are combined first, and then the hosts.
+
+    Args:
+        hosts: of each rank, numbered by their lowest ranks.
+        travels: to which a host's result is rounded, and that of all; the type of what is returned.
+    """
+    dtype = parts[0].dtype
+    if dtype == torch.bool or dtype in INTEGERS:
+        return combined(op, parts)  # the same in any order
+    # The sum of a host may leave the range of float16 where the mean of all does not.
+    is_scaled = op == "mean" and travels == torch.float16
+    power = 1 << (len(parts) - 1).bit_length()
+    sums = []
+    for host in range(max(hosts) + 1):
+        terms = []
+        for rank, part in enumerate(parts):
+            factor = factor_of(rank) if op == "premul_sum" else 1 / power if is_scaled else 1.0
+            if hosts[rank] == host:
+                terms.append(_accumulator(part) * torch.full_like(_accumulator(part), factor))
+        sums.append(_from_accumulator(_in_order(op, terms, dtype), travels))
+    total = _in_order(op, [_accumulator(of_host) for of_host in sums], travels)
+    if op == "mean":
+        divisor = len(parts) / power if is_scaled else float(len(parts))
+        total = total / torch.full_like(total, divisor)
+    return _from_accumulator(total, travels)
+
+
+def _in_order(op: str, terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Numbers as `_accumulator` gives them for that type, combined one after the other."""
     total = terms[0]
     for term in terms[1:]:
         if op == "prod":
@@ -190,9 +228,7 @@ def combined(op: str, parts: Sequence[Tensor]) -> Tensor:
             total = _lesser(total, term, op == "max")
         else:
             total = total + term
-    if op == "mean":
-        total = total / torch.full_like(total, float(len(parts)))
-    return _from_accumulator(total, dtype)
+    return total
 
 
 def bound(

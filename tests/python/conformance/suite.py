@@ -21,7 +21,16 @@ import torch
 from torch import Tensor
 
 import pydist
-from conformance.references import FLOATS, INTEGERS, bound, combined, name_of, values
+from conformance.references import (
+    FLOATS,
+    INTEGERS,
+    bound,
+    combined,
+    combined_by_hosts,
+    name_of,
+    values,
+)
+from pydist import _native
 
 REDUCING_KINDS = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -92,8 +101,29 @@ class Report:
     digests: dict[str, str] = field(default_factory=dict)
 
 
+def complaints_of(reports: Sequence[Report]) -> list[str]:
+    """A line for each case that failed, or whose result has not the same bits on all ranks."""
+    failures = {failure: None for report in reports for failure in report.failures}
+    lines = [
+        f"ranks {[report.rank for report in reports if failure in report.failures]}: {failure}"
+        for failure in failures
+    ]
+    for case, digest in reports[0].digests.items():
+        differing = [r.rank for r in reports if r.digests.get(case, digest) != digest]
+        if differing:
+            lines.append(f"{case}: ranks {differing} have other bits than rank 0")
+    return lines
+
+
 class GroupFailedError(Exception):
     """The group is of no further use, so no more cases can run."""
+
+
+def _hosts_of_ranks() -> list[int]:
+    """Each rank's host, as the launcher has numbered them."""
+    local_rank = torch.tensor([int(os.environ.get("LOCAL_RANK", pydist.rank()))])
+    firsts = [first == 0 for first in pydist.all_gather(local_rank).tolist()]
+    return [sum(firsts[: rank + 1]) - 1 for rank in range(len(firsts))]
 
 
 class Suite:
@@ -114,6 +144,7 @@ class Suite:
         self.rank = pydist.rank()
         self.size = pydist.world_size()
         self.backend = pydist.backend()
+        self.hosts = _hosts_of_ranks()
         # wait() is then for what follows on the stream, and the host learns of the end later.
         self.waits_on_stream = self.backend == "nccl"
         self.is_ring = os.environ.get("PYDIST_ALGORITHM") == "ring"
@@ -156,6 +187,29 @@ class Suite:
             return op not in orders
         return not (self.is_ring and kind in ("all_reduce", "reduce_scatter") and op in orders)
 
+    def expected(
+        self, kind: str, op: str, parts: Sequence[Tensor], travels: torch.dtype | None = None
+    ) -> Tensor:
+        """The bits of a reduction of `parts`, which elements of the type `travels` may carry."""
+        dtype = travels or parts[0].dtype
+        if self._goes_by_hosts(kind, parts, dtype):
+            return combined_by_hosts(op, parts, self.hosts, dtype).to(parts[0].dtype)
+        return combined(op, [part.to(dtype) for part in parts]).to(parts[0].dtype)
+
+    def _goes_by_hosts(self, kind: str, parts: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """docs/network.md, "Which way data goes"."""
+        hosts = max(self.hosts) + 1
+        if self.backend != "native" or hosts in (1, self.size) or len(parts) <= 2:
+            return False
+        blocks = self.size if kind == "reduce_scatter" else 1
+        environment = _native.read_environment()
+        limit = _native.sent_ahead_limit(
+            kind, len(parts), environment.chunk_bytes, environment.one_shot_bytes
+        )
+        is_one_shot = blocks * parts[0].numel() * dtype.itemsize <= limit
+        assert is_one_shot or len(parts) == self.size, "where the ranks of a sub-group are"
+        return not is_one_shot
+
     def rounds_every_step(self, op: str, dtype: torch.dtype) -> bool:
         """Whether NCCL rounds 16-bit types whenever it combines two; see docs/numerics.md."""
         if self.backend != "nccl" or self.is_ring:
@@ -168,7 +222,7 @@ class Suite:
     ) -> None:
         """Fails unless `actual` is what the backend promises for the contributions `parts`."""
         if self.is_exact(kind, op, parts[0].dtype, len(parts)):
-            check_bits(actual, combined(op, parts), what)
+            check_bits(actual, self.expected(kind, op, parts), what)
         else:
             check_bound(
                 actual,
