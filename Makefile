@@ -101,7 +101,7 @@ bench-readme: bench-peers  ## what README says: beside gloo, DDP and the MPIs
 	$(BIN)/pydist bench startup
 
 .PHONY: bench-peers
-bench-peers: build bench-engine  ## all_reduce in C++ beside the MPIs in C
+bench-peers: build bench-engine  ## collectives in C++ beside the MPIs in C
 	$(BIN)/python bench/peers/install.py
 	$(BIN)/python bench/peers/compare.py
 
@@ -117,8 +117,8 @@ bench-hosts: build  ## TCP between hosts that namespaces play, collectives and s
 bench-engine: $(OUT)/.tools  ## the C++ part of bench
 	cmake -S . -B build/bench -G Ninja -DPYDIST_BUILD_PYTHON=OFF -DPYDIST_BUILD_BENCH=ON >/dev/null
 	cmake --build build/bench --target bench_engine bench_kernels
-	build/bench/bench/bench_engine 2
-	build/bench/bench/bench_engine 2 67108864 0.2 bfloat16
+	build/bench/bench/bench_engine all_reduce 2
+	build/bench/bench/bench_engine all_reduce 2 8 67108864 0.2 bfloat16
 
 ##@ Tests
 # More at a time than there are cores: most of these tests wait.

@@ -1,12 +1,14 @@
-// all_reduce of the native engine from C++: latency and bandwidth by size, on ordinary and on
+// Collectives of the native engine from C++: latency and bandwidth by size, on ordinary and on
 // symmetric memory, beside the roofline: the same reads and writes, on as many processes, without
 // any synchronisation. The three take turns, call by call, so that they meet the same noise.
 //
-//   bench_engine [ranks=2] [largest=268435456] [seconds per size=0.5] [dtype=float32|bfloat16]
-//                [wire=float32|bfloat16]
+//   bench_engine [kind=all_reduce] [ranks=2] [smallest=8] [largest=268435456]
+//                [seconds per size=0.5] [dtype=float32|bfloat16] [wire=float32|bfloat16]
 //
-// Prints medians over calls; a call's time is that of the slowest rank. Ranks are forked processes,
-// each pinned to a core (round robin where there are more ranks than cores).
+// Kinds: all_reduce, reduce_scatter, all_gather, broadcast, all_to_all. Bytes are those of the
+// larger one of the buffers that a rank gives and gets; all but all_to_all are in place. Prints
+// medians over calls; a call's time is that of the slowest rank. Ranks are forked processes, each
+// pinned to a core (round robin where there are more ranks than cores).
 
 #include <sched.h>
 #include <sys/mman.h>
@@ -76,7 +78,9 @@ class FolderStore final : public KeyValueStore {
 };
 
 struct Settings {
+  OpKind kind = OpKind::kAllReduce;
   int ranks = 2;
+  std::size_t smallest = 8;
   std::size_t largest = std::size_t{256} << 20;
   double seconds = 0.5;
   DType dtype = DType::kFloat32;
@@ -121,14 +125,16 @@ class Rank {
                                                  settings.ranks, {})) {}
 
   void measure() {
-    ordinary_.assign(settings_.largest, std::byte{0});
-    symmetric_ = communicator_->allocate(settings_.largest, {});
-    std::memset(symmetric_->data(), 0, settings_.largest);
+    // The second half is what all_to_all gets.
+    const std::size_t memory = 2 * settings_.largest;
+    ordinary_.assign(memory, std::byte{0});
+    symmetric_ = communicator_->allocate(memory, {});
+    std::memset(symmetric_->data(), 0, memory);
     if (rank_ == 0) {
       std::printf("%12s %12s %12s %12s %12s %10s\n", "bytes", "ordinary us", "symmetric us",
                   "roofline us", "calls", "% of roof");
     }
-    for (std::size_t bytes = 8; bytes <= settings_.largest; bytes *= 2) {
+    for (std::size_t bytes = settings_.smallest; bytes <= settings_.largest; bytes *= 2) {
       measure_size(bytes);
     }
   }
@@ -137,8 +143,8 @@ class Rank {
   void measure_size(std::size_t bytes) {
     const Roofline traffic = roofline(bytes);
     const std::function<void()> arms[] = {
-        [&] { all_reduce(ordinary_.data(), bytes); },
-        [&] { all_reduce(symmetric_->data(), bytes); },
+        [&] { run(ordinary_.data(), bytes); },
+        [&] { run(symmetric_->data(), bytes); },
         [&] { traffic.run(); },
     };
     // Small calls are timed in batches: the clock costs as much as they do.
@@ -195,26 +201,65 @@ class Rank {
     communicator_->run(std::move(operation));
   }
 
-  void all_reduce(void* data, std::size_t bytes) {
+  // Elements of what is given or got: of a block where the kind has blocks.
+  [[nodiscard]] std::size_t count(std::size_t bytes) const {
+    const bool has_blocks =
+        settings_.kind != OpKind::kAllReduce && settings_.kind != OpKind::kBroadcast;
+    return bytes / element_size(settings_.dtype) / (has_blocks ? ranks() : 1);
+  }
+  [[nodiscard]] std::size_t ranks() const { return static_cast<std::size_t>(settings_.ranks); }
+
+  void run(void* memory, std::size_t bytes) {
+    const std::size_t block = count(bytes);
+    const std::size_t block_bytes = block * element_size(settings_.dtype);
+    auto* const data = static_cast<std::byte*>(memory);
+    const Buffer one{data, block, settings_.dtype, {}};
+    const Buffer own{
+        data + static_cast<std::size_t>(rank_) * block_bytes, block, settings_.dtype, {}};
+    const Buffer all{data, ranks() * block, settings_.dtype, {}};
     Operation operation;
-    operation.kind = OpKind::kAllReduce;
-    operation.inputs = {{data, bytes / element_size(settings_.dtype), settings_.dtype, {}}};
-    operation.outputs = operation.inputs;
+    operation.kind = settings_.kind;
     operation.wire_dtype = settings_.wire_dtype;
+    switch (settings_.kind) {
+      case OpKind::kReduceScatter:
+        operation.inputs = {all};
+        operation.outputs = {own};
+        break;
+      case OpKind::kAllGather:
+        operation.inputs = {own};
+        operation.outputs = {all};
+        break;
+      case OpKind::kAllToAll:
+        operation.inputs = {all};
+        operation.outputs = {{data + settings_.largest, all.count, settings_.dtype, {}}};
+        break;
+      case OpKind::kBroadcast:
+        (rank_ == 0 ? operation.inputs : operation.outputs) = {one};
+        break;
+      default:
+        operation.inputs = {one};
+        operation.outputs = {one};
+        break;
+    }
     communicator_->run(std::move(operation));
   }
 
-  // What all_reduce on symmetric memory reads and writes, without waiting for anybody.
+  // What the collective on symmetric memory reads and writes, without waiting for anybody.
   [[nodiscard]] Roofline roofline(std::size_t bytes) const {
     Roofline::Case all;
-    all.kind = OpKind::kAllReduce;
+    all.kind = settings_.kind;
     all.dtype = settings_.dtype;
     all.rank = rank_;
-    all.count = bytes / element_size(settings_.dtype);
-    for (int rank = 0; rank < settings_.ranks; ++rank) {
-      all.inputs.push_back(roofline_buffers_ + static_cast<std::size_t>(rank) * settings_.largest);
+    all.count = count(bytes);
+    const std::size_t block_bytes = all.count * element_size(settings_.dtype);
+    for (std::size_t rank = 0; rank < ranks(); ++rank) {
+      std::byte* const whole = roofline_buffers_ + rank * 2 * settings_.largest;
+      std::byte* const own = whole + rank * block_bytes;
+      all.inputs.push_back(settings_.kind == OpKind::kAllGather ? own : whole);
+      all.outputs.push_back(settings_.kind == OpKind::kReduceScatter ? own
+                            : settings_.kind == OpKind::kAllToAll    ? whole + settings_.largest
+                                                                     : whole);
     }
-    all.outputs = all.inputs;
     return Roofline(all);
   }
 
@@ -246,7 +291,7 @@ void pin(int rank) {
 int run(const Settings& settings) {
   auto* scratch = new (shared_memory(sizeof(Scratch))) Scratch;
   auto* roofline = static_cast<std::byte*>(
-      shared_memory(settings.largest * static_cast<std::size_t>(settings.ranks)));
+      shared_memory(2 * settings.largest * static_cast<std::size_t>(settings.ranks)));
   std::string folder = (std::filesystem::temp_directory_path() / "pydist-bench-XXXXXX").string();
   if (::mkdtemp(folder.data()) == nullptr) {
     throw system_error("mkdtemp", errno);
@@ -279,21 +324,34 @@ int run(const Settings& settings) {
 }  // namespace pydist
 
 int main(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const auto word = [&words](std::size_t index, const char* usual) {
+    return index < words.size() ? words[index] : std::string(usual);
+  };
   pydist::Settings settings;
-  if (argc > 1) {
-    settings.ranks = std::clamp(std::atoi(argv[1]), 1, 64);
+  const std::string kind = word(0, "all_reduce");
+  bool is_kind = false;
+  for (const pydist::OpKind each :
+       {pydist::OpKind::kAllReduce, pydist::OpKind::kReduceScatter, pydist::OpKind::kAllGather,
+        pydist::OpKind::kBroadcast, pydist::OpKind::kAllToAll}) {
+    if (kind == pydist::to_string(each)) {
+      settings.kind = each;
+      is_kind = true;
+    }
   }
-  if (argc > 2) {
-    settings.largest = std::max<std::size_t>(8, std::strtoull(argv[2], nullptr, 10));
-  }
-  if (argc > 3) {
-    settings.seconds = std::atof(argv[3]);
-  }
-  if (argc > 4 && std::string(argv[4]) == "bfloat16") {
+  settings.ranks = std::clamp(std::atoi(word(1, "2").c_str()), 1, 64);
+  settings.smallest = std::strtoull(word(2, "8").c_str(), nullptr, 10);
+  settings.largest = std::strtoull(word(3, "268435456").c_str(), nullptr, 10);
+  settings.seconds = std::atof(word(4, "0.5").c_str());
+  if (word(5, "float32") == "bfloat16") {
     settings.dtype = pydist::DType::kBFloat16;
   }
-  if (argc > 5 && std::string(argv[5]) == "bfloat16") {
+  if (word(6, "float32") == "bfloat16") {
     settings.wire_dtype = pydist::DType::kBFloat16;
+  }
+  if (!is_kind || settings.smallest == 0 || settings.largest < settings.smallest) {
+    std::fprintf(stderr, "usage: bench_engine [kind] [ranks] [smallest] [largest] [seconds] ...\n");
+    return 2;
   }
   return pydist::run(settings);
 }

@@ -14,7 +14,8 @@ from on_hosts import Hosts, stop
 from pydist.benchmarks import machine
 from pydist.benchmarks.processes.peers import Installation
 
-PROGRAM = "pydist-all-reduce"
+SMALLEST_BYTES = 8
+PROGRAM = "pydist-collectives"
 
 # What mpiexec calls in the place of ssh: AGENT HOST WORD... Each daemon gets a host name of its
 # own, or Open MPI would take them all for one host.
@@ -63,7 +64,8 @@ class OpenMpi:
             *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self"),
             *("--mca", "btl_tcp_if_include", self.hosts[0].interface),
             *(_YIELDING if sum(self.ranks_per_host) > machine.describe().usable_cpus else ()),
-            *(str(self.installation.folder / "bin" / PROGRAM), str(largest_bytes), str(seconds)),
+            *(str(self.installation.folder / "bin" / PROGRAM), "all_reduce"),
+            *(str(SMALLEST_BYTES), str(largest_bytes), str(seconds)),
         ]
         done = self.hosts[0].run(command, env=self.installation.variables, timeout=timeout)
         if done.returncode != 0:

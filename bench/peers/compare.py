@@ -1,10 +1,11 @@
-"""The engine's all_reduce in C++ beside MPI_Allreduce in C: python bench/peers/compare.py
+"""The engine's collectives in C++ beside an MPI's in C: python bench/peers/compare.py
 
-Whole programs take turns, round by round: bench_engine, then the C program of each library, each
-timing all sizes. A ratio is the median, over the rounds, of the library's time by the engine's of
-the same round; its interval is the middle 95 % of a bootstrap over the rounds. Above 1 the engine
-is faster. The library's time is that of its better arm (in place or out of place); the engine's is
-in place, on ordinary and on symmetric memory.
+Sizes take turns, and at each size the programs: bench_engine, then the C program of each library,
+each started anew. So what the machine does for some seconds falls on all of them alike. A ratio is
+the median, over the rounds, of the library's time by the engine's of the same round; its interval
+is the middle 95 % of a bootstrap over the rounds. Above 1 the engine is faster. The library's time
+is that of its better arm (in place or out of place); the engine's is in place (all_to_all: out of
+place), on ordinary and on symmetric memory.
 
 Before: python bench/peers/install.py, and bench_engine built (CMake's PYDIST_BUILD_BENCH=ON).
 """
@@ -34,6 +35,8 @@ from pydist.errors import InvalidUsage
 ENGINE = "engine"
 ENGINE_ARMS = ("ordinary", "symmetric")
 PEER_ARMS = ("in place", "out of place")
+KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
+ELEMENT_BYTES = 4  # of a float32
 # An interval wider than this, relative to its ratio, says more about the machine than about the
 # libraries.
 NOISY = 0.5
@@ -44,16 +47,19 @@ class Program:
     """Prints a line a size: bytes, then a time in µs for each arm, then what is not read."""
 
     title: str
+    # Before and after the kind.
     command: list[str]
+    arguments: list[str]
     arms: tuple[str, ...]
     environment: dict[str, str] = field(default_factory=dict)
-    times: dict[int, dict[str, list[float]]] = field(default_factory=dict)
-    """Of each size and arm, a round after the other."""
+    times: dict[str, dict[int, dict[str, list[float]]]] = field(default_factory=dict)
+    """Of each kind, size and arm, a round after the other."""
 
-    def run(self, timeout_s: float) -> None:
+    def run(self, kind: str, size: int, seconds: float, timeout_s: float) -> None:
+        measure = [kind, *self.arguments, str(size), str(size), str(seconds)]
         try:
             result = subprocess.run(
-                self.command,
+                [*self.command, *measure],
                 env={**os.environ, **self.environment},
                 capture_output=True,
                 text=True,
@@ -72,13 +78,14 @@ class Program:
             if line.startswith("# "):
                 version = line[2:].split(", package")[0].replace("Version:", "")
                 self.title = " ".join(version.split())
-            elif words and words[0].isdigit():
-                arms = self.times.setdefault(int(words[0]), {arm: [] for arm in self.arms})
+            elif words and words[0] == str(size):
+                of_kind = self.times.setdefault(kind, {})
+                arms = of_kind.setdefault(size, {arm: [] for arm in self.arms})
                 for arm, time in zip(self.arms, words[1:], strict=False):
                     arms[arm].append(float(time))
 
-    def best_arm(self, size: int) -> str:
-        return min(self.arms, key=lambda arm: statistics.median(self.times[size][arm]))
+    def best_arm(self, kind: str, size: int) -> str:
+        return min(self.arms, key=lambda arm: statistics.median(self.times[kind][size][arm]))
 
 
 def verdict(ratio: Ratio) -> str:
@@ -96,12 +103,12 @@ def is_noisy(ratio: Ratio) -> bool:
     return ratio.high - ratio.low > NOISY * ratio.median
 
 
-def compare(engine: Program, peer: Program) -> dict[int, dict[str, Any]]:
+def compare(engine: Program, peer: Program, kind: str) -> dict[int, dict[str, Any]]:
     """By size: the peer's better arm, the medians in µs, the ratios to the engine's arms."""
     rows = {}
-    for size, own_times in engine.times.items():
-        arm = peer.best_arm(size)
-        peer_times = peer.times[size][arm]
+    for size, own_times in engine.times[kind].items():
+        arm = peer.best_arm(kind, size)
+        peer_times = peer.times[kind][size][arm]
         rows[size] = {
             "arm": arm,
             "peer_us": statistics.median(peer_times),
@@ -141,6 +148,13 @@ def show(console: Console, title: str, rows: dict[int, dict[str, Any]]) -> None:
         )
 
 
+def as_json(rows: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {
+        size: {**row, "ratio": {own: asdict(ratio) for own, ratio in row["ratio"].items()}}
+        for size, row in rows.items()
+    }
+
+
 def find_engine() -> Path:
     engine = ROOT / "build" / "bench" / "bench" / "bench_engine"
     if not engine.exists():
@@ -153,11 +167,8 @@ def find_engine() -> Path:
 
 
 def make_programs(args: argparse.Namespace) -> dict[str, Program]:
-    measure = [str(args.largest), str(args.seconds)]
     engine = args.engine or find_engine()
-    programs = {
-        ENGINE: Program("engine", [str(engine), str(args.ranks), *measure], ENGINE_ARMS),
-    }
+    programs = {ENGINE: Program("engine", [str(engine)], [str(args.ranks)], ENGINE_ARMS)}
     for name in args.peers or [name for name in PEERS if (args.folder / name).exists()]:
         installation = Installation(name, args.folder.resolve() / name)
         program = installation.folder / "bin" / PROGRAM
@@ -165,13 +176,26 @@ def make_programs(args: argparse.Namespace) -> dict[str, Program]:
             stop(f"{program} is missing: python bench/peers/install.py {name}", status=2)
         programs[name] = Program(
             installation.peer.title,
-            [*installation.command(args.ranks), str(program), *measure],
+            [*installation.command(args.ranks), str(program)],
+            [],
             PEER_ARMS,
             installation.variables,
         )
     if len(programs) == 1:
         stop("no MPI library is installed: python bench/peers/install.py", status=2)
     return programs
+
+
+def sizes_of(kind: str, args: argparse.Namespace) -> list[int]:
+    """Powers of 2, of which each rank's block has an element at least."""
+    blocks = 1 if kind in ("all_reduce", "broadcast") else args.ranks
+    size = args.smallest
+    sizes = []
+    while size <= args.largest:
+        if size >= ELEMENT_BYTES * blocks:
+            sizes.append(size)
+        size *= args.factor
+    return sizes
 
 
 def number(least: float, kind: Callable[[str], float]) -> Callable[[str], float]:
@@ -189,10 +213,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("peers", nargs="*", metavar="NAME", help="by default all installed ones")
     parser.add_argument("-p", "--ranks", type=number(2, int), default=2)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="with commas between them")
+    parser.add_argument("--smallest", type=number(8, int), default=8, help="bytes")
     parser.add_argument("--largest", type=number(8, int), default=256 << 20, help="bytes")
+    parser.add_argument("-f", "--factor", type=number(2, int), default=4, help="from size to size")
     parser.add_argument("--seconds", type=number(0, float), default=0.2, help="a size and program")
-    parser.add_argument("--rounds", type=number(1, int), default=9)
-    parser.add_argument("--timeout", type=number(1, float), default=600, help="s, of a program")
+    parser.add_argument("--rounds", type=number(1, int), default=7)
+    parser.add_argument("--timeout", type=number(1, float), default=60, help="s, of a program")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="that install.py filled")
     parser.add_argument("--engine", type=Path, help="bench_engine; build/bench's by default")
     parser.add_argument("--json", type=Path, help="write all times and ratios there, too")
@@ -200,6 +227,12 @@ def main() -> None:
     for name in args.peers:
         if name not in PEERS:
             parser.error(f"no such library: {name} (there are {', '.join(PEERS)})")
+    kinds = args.kinds.split(",")
+    for kind in kinds:
+        if kind not in KINDS:
+            parser.error(f"no such kind: {kind!r} (there are {', '.join(KINDS)})")
+        if not sizes_of(kind, args):
+            parser.error(f"{kind} has no size of {args.smallest} to {args.largest} bytes")
     programs = make_programs(args)
     if args.json:
         try:
@@ -211,16 +244,22 @@ def main() -> None:
     console.print(header, highlight=False)
     # The programs take the n-th of the CPUs that they may use: leave them one of each core.
     os.sched_setaffinity(0, {machine.cpu_of(rank) for rank in range(args.ranks)})
+    cases = [(kind, size) for kind in kinds for size in sizes_of(kind, args)]
     for turn in range(args.rounds):
-        # There and back, so that no program always comes after the same other one.
-        turns = list(programs.values())
-        for program in turns if turn % 2 == 0 else reversed(turns):
-            print(f"round {turn + 1} of {args.rounds}: {program.title}", file=sys.stderr)
-            program.run(args.timeout)
+        print(f"round {turn + 1} of {args.rounds}", file=sys.stderr)
+        for index, (kind, size) in enumerate(cases):
+            # There and back, so that no program always comes after the same other one.
+            turns = list(programs.values())
+            for program in turns if (turn + index) % 2 == 0 else reversed(turns):
+                program.run(kind, size, args.seconds, args.timeout)
     engine = programs.pop(ENGINE)
-    results = {name: compare(engine, program) for name, program in programs.items()}
-    for name, rows in results.items():
-        show(console, programs[name].title, rows)
+    results = {
+        kind: {name: compare(engine, program, kind) for name, program in programs.items()}
+        for kind in kinds
+    }
+    for kind, peers in results.items():
+        for name, rows in peers.items():
+            show(console, f"{kind}: {programs[name].title}", rows)
     if args.rounds < 5:
         console.print("[yellow]Warning:[/] intervals of fewer than 5 rounds mean little.")
     if args.json:
@@ -229,14 +268,11 @@ def main() -> None:
             "engine": engine.times,
             "peers": {
                 name: {
-                    "version": programs[name].title,
-                    "times_us": programs[name].times,
-                    "sizes": {
-                        size: {**row, "ratio": {k: asdict(v) for k, v in row["ratio"].items()}}
-                        for size, row in rows.items()
-                    },
+                    "version": program.title,
+                    "times_us": program.times,
+                    "kinds": {kind: as_json(peers[name]) for kind, peers in results.items()},
                 }
-                for name, rows in results.items()
+                for name, program in programs.items()
             },
         }
         write_text_whole(args.json, json_text(written))

@@ -19,7 +19,7 @@ from programs import FOLDER, PROGRAM, stop
 
 from pydist.benchmarks.processes.peers import PEERS, Peer
 
-SOURCE = Path(__file__).with_name("all_reduce.c")
+SOURCE = Path(__file__).with_name("collectives.c")
 
 # What a folder was made from stands in it.
 STAMP = "installed.txt"

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "peers"
-PROGRAM = "pydist-all-reduce"
+PROGRAM = "pydist-collectives"
 
 
 def stop(message: str, status: int = 1) -> NoReturn:
