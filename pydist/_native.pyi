@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'usable_cpu_isas', 'wait_for_children_at_exit']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -39,6 +39,11 @@ class Environment:
     def timeout(self) -> float:
         """
         In seconds.
+        """
+    @property
+    def tuning(self) -> str:
+        """
+        on, uncached or off.
         """
 class NetworkInterface:
     """
@@ -616,6 +621,50 @@ class KeyedPermutation:
         """
         What stands at first, first + step, ...: int64, `count` of them.
         """
+class TunedClass:
+    """
+    Collectives that are tuned together, and what was the fastest of them.
+    """
+    def __init__(self, kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, piece_bytes: typing.SupportsInt | typing.SupportsIndex, streams: bool, times_us: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, bool, typing.SupportsFloat | typing.SupportsIndex]]) -> None:
+        """
+        Raises pydist.InvalidUsage where a value makes no sense.
+        """
+    @property
+    def bytes(self) -> int:
+        """
+        The most that a rank contributes; more than half of that.
+        """
+    @property
+    def is_learnt(self) -> bool:
+        """
+        By this process, with all candidates to choose from.
+        """
+    @property
+    def kind(self) -> str:
+        ...
+    @property
+    def memory(self) -> str:
+        """
+        ordinary, converted (elements travel in another type) or symmetric.
+        """
+    @property
+    def piece_bytes(self) -> int:
+        """
+        What a rank moves through transit memory at a time; 0 where nothing goes in pieces.
+        """
+    @property
+    def ranks(self) -> int:
+        ...
+    @property
+    def streams(self) -> bool:
+        """
+        Whether results are stored past the caches.
+        """
+    @property
+    def times_us(self) -> list[tuple[int, bool, float]]:
+        """
+        Of candidates that were timed: bytes of a piece, whether stores stream, and µs.
+        """
 def abort_all(message: str, cause: str) -> None:
     """
     Fails all groups of this process, here and on every other rank: this rank is the culprit, `cause` the reason that errors carry.
@@ -696,6 +745,10 @@ def release_process() -> None:
     """
     Lets go of what this process keeps between its groups: its threads, segments and sockets end with the last group. Waits for what is left of groups that have ended.
     """
+def replace_tuning_table(classes: collections.abc.Sequence[TunedClass]) -> None:
+    """
+    Has groups that are made from now on begin with that, and forgets all else.
+    """
 def require_not_forked() -> None:
     """
     Raises pydist.InvalidUsage where this process was forked while a group was at work.
@@ -731,6 +784,14 @@ def tasks_left() -> int | None:
 def told_addresses(address: str | None) -> list[str]:
     """
     The addresses that other hosts are told to connect to: those of PYDIST_INTERFACE; without it `address`, by which the job is reached, or all where that is None.
+    """
+def tuning_candidates(kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, bool]]:
+    """
+    What there is to choose from under the variables as they are, the usual way first: bytes of a piece, and whether stores stream.
+    """
+def tuning_table() -> list[TunedClass]:
+    """
+    What this process knows to be fastest.
     """
 def usable_cpu_isas() -> list[str]:
     """

@@ -47,14 +47,19 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
                         "How long a waiter spins before it sleeps. Unset: 50 where every local "
                         "rank has a core of its own, otherwise 0."},
+    EnvironmentVariable{"PYDIST_TUNING", "on | uncached | off", "on",
+                        "Whether collectives between the ranks of a host are timed, to move data "
+                        "in the way that is fastest here, and begin with what earlier jobs found; "
+                        "uncached begins with nothing and keeps nothing. The same on every rank."},
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "524288",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
-                        "heap. The same on every rank."},
+                        "heap. The same on every rank. Unset: that many at most, and as many as "
+                        "are fastest (PYDIST_TUNING)."},
     EnvironmentVariable{"PYDIST_ONE_SHOT_BYTES", "0 to 16777216", "",
                         "The most bytes that a rank gives to all others whole, in one step, and "
                         "not in parts in two; no more than PYDIST_CHUNK_BYTES. The same on every "
                         "rank. Unset: 64 KiB, but 128 KiB divided among the other ranks where they "
-                        "reduce. `pydist bench tune` measures what is best."},
+                        "reduce, and near that what is fastest (PYDIST_TUNING)."},
     EnvironmentVariable{"PYDIST_STAGING_BYTES", "65536 to 1073741824", "4194304",
                         "Bytes of a part of a GPU tensor on its way through host memory, where the "
                         "backend is native or gloo. The same on every rank."},
@@ -88,6 +93,7 @@ constexpr std::array<std::string_view, 15> kLogSubsystems = {
 
 constexpr std::array<std::string_view, 4> kBackends = {"auto", "native", "nccl", "gloo"};
 constexpr std::array<std::string_view, 3> kAlgorithms = {"auto", "direct", "ring"};
+constexpr std::array<std::string_view, 3> kTuningChoices = {"on", "uncached", "off"};
 constexpr std::array<std::string_view, 4> kLogLevels = {"error", "warning", "info", "debug"};
 constexpr std::array<std::string_view, 4> kInstructionSets = {"portable", "avx2", "avx512", "neon"};
 
@@ -208,6 +214,10 @@ std::string_view to_string(AlgorithmChoice choice) noexcept {
   return name_in(kAlgorithms, choice, "auto");
 }
 
+std::string_view to_string(TuningChoice choice) noexcept {
+  return name_in(kTuningChoices, choice, "on");
+}
+
 std::string_view to_string(LogLevel level) noexcept {
   return name_in(kLogLevels, level, "warning");
 }
@@ -243,7 +253,11 @@ Environment Environment::read() {
     environment.spin = std::chrono::microseconds(static_cast<std::int64_t>(
         parse_number("PYDIST_SPIN_US", *value, 0, 1e6, "microseconds from 0 to 1000000")));
   }
+  if (const auto value = lookup("PYDIST_TUNING")) {
+    environment.tuning = parse_name<TuningChoice>(kTuningChoices, *value, "PYDIST_TUNING");
+  }
   read_whole("PYDIST_CHUNK_BYTES", 4096, 16777216, environment.chunk_bytes);
+  environment.pins_chunk = lookup("PYDIST_CHUNK_BYTES").has_value();
   if (lookup("PYDIST_ONE_SHOT_BYTES")) {
     read_whole("PYDIST_ONE_SHOT_BYTES", 0, 16777216, environment.one_shot_bytes.emplace());
   }

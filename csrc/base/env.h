@@ -36,9 +36,11 @@ struct NetworkSettings {
 };
 
 enum class AlgorithmChoice { kAuto, kDirect, kRing };
+enum class TuningChoice { kOn, kUncached, kOff };
 enum class LogLevel { kError, kWarning, kInfo, kDebug };
 
 [[nodiscard]] std::string_view to_string(AlgorithmChoice choice) noexcept;
+[[nodiscard]] std::string_view to_string(TuningChoice choice) noexcept;
 [[nodiscard]] std::string_view to_string(LogLevel level) noexcept;
 
 struct EnvironmentVariable {
@@ -73,11 +75,14 @@ struct Environment {
   // How long a waiter spins before it sleeps; 0 sleeps at once. Without a value the engine spins
   // only where every local rank has a core of its own.
   std::optional<std::chrono::microseconds> spin;
-  // Bytes a rank stages at a time when it reduces ordinary (not symmetric) tensors.
+  // The most bytes that a rank stages at a time for ordinary (not symmetric) tensors.
   std::size_t chunk_bytes = 512 * 1024;
+  // Whether it stages as many each time, since the user has said how many.
+  bool pins_chunk = false;
   // The most bytes that a rank gives to all others whole, in one chunk at most; without a value as
   // many as pay on most machines (collectives/shared_memory/route.h).
   std::optional<std::size_t> one_shot_bytes;
+  TuningChoice tuning = TuningChoice::kOn;
   // Bytes of a slot that device tensors pass through where the backend moves host memory.
   std::size_t staging_bytes = std::size_t{4} << 20;
   // How long a peer's heartbeat may be stale before a warning.

@@ -36,6 +36,7 @@ void bind_reducer(py::module_& module);
 void bind_roofline(py::module_& module);
 void bind_sampling(py::module_& module);
 void bind_optimizer_step(py::module_& module);
+void bind_tuning(py::module_& module);
 void bind_waiting_at_exit(py::module_& module);
 
 // The Python exception for any C++ exception; None for null. Needs the GIL.

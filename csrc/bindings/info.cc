@@ -56,6 +56,9 @@ void bind_environment(py::module_& module) {
       .def_property_readonly(
           "algorithm",
           [](const Environment& self) { return std::string(to_string(self.algorithm)); })
+      .def_property_readonly(
+          "tuning", [](const Environment& self) { return std::string(to_string(self.tuning)); },
+          "on, uncached or off.")
       .def_readonly("chunk_bytes", &Environment::chunk_bytes)
       .def_readonly("one_shot_bytes", &Environment::one_shot_bytes)
       .def_property_readonly(

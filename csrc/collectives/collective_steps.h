@@ -69,6 +69,11 @@ class Collective {
     wire_.put(slot, source, elements);
   }
 
+  // How results of `bytes` in one buffer are stored.
+  [[nodiscard]] StoreHint hint_for(std::size_t bytes) const noexcept {
+    return group_.store_hint().value_or(pydist::hint_for(bytes));
+  }
+
   // What has arrived where it belongs, see ReceiveChannel::expect(), stays.
   void take(std::byte* target, const std::byte* slot, std::size_t elements) const {
     if (target != slot) {

@@ -6,14 +6,15 @@ namespace pydist {
 
 Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
              const SymmetricHeap& heap, Announcer* announcer,
-             std::optional<std::size_t> one_shot_bytes)
+             std::optional<std::size_t> one_shot_bytes, Tuning* tuning)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
       doorbells_(std::move(doorbells)),
       heap_(heap),
       announcer_(announcer),
-      one_shot_bytes_(one_shot_bytes) {}
+      one_shot_bytes_(one_shot_bytes),
+      tuning_(tuning) {}
 
 Condition Group::reached_by_all(CounterOf counter, std::uint64_t target) const noexcept {
   return {segment_.control(0).*counter, segment_.control_stride(), size_, rank_, target};

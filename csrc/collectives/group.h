@@ -29,6 +29,7 @@
 
 #include "collectives/call.h"
 #include "collectives/group_segment.h"
+#include "collectives/streaming_hint.h"
 #include "health/condition.h"
 #include "health/doorbell.h"
 #include "memory/symmetric_heap.h"
@@ -48,13 +49,15 @@ class Announcer {
   virtual void send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) = 0;
 };
 
+class Tuning;
+
 class Group {
  public:
   // `doorbells` of all ranks, in rank order. `announcer`: null on one host. `one_shot_bytes`: see
-  // one_shot_limit().
+  // one_shot_limit(). `tuning`: null where nothing is tuned; it outlives the group.
   Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
         const SymmetricHeap& heap, Announcer* announcer = nullptr,
-        std::optional<std::size_t> one_shot_bytes = std::nullopt);
+        std::optional<std::size_t> one_shot_bytes = std::nullopt, Tuning* tuning = nullptr);
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
@@ -62,12 +65,17 @@ class Group {
   [[nodiscard]] std::optional<std::size_t> one_shot_bytes() const noexcept {
     return one_shot_bytes_;
   }
+  [[nodiscard]] Tuning* tuning() const noexcept { return tuning_; }
   [[nodiscard]] const SymmetricHeap& heap() const noexcept { return heap_; }
   [[nodiscard]] const GroupSegment& segment() const noexcept { return segment_; }
 
   // -- operations ---------------------------------------------------------------------------
   // Numbers the next operation; nothing is visible to peers yet.
-  void begin() noexcept { ++sequence_; }
+  void begin() noexcept {
+    ++sequence_;
+    piece_bytes_ = segment_.chunk_bytes();
+    store_hint_.reset();
+  }
   [[nodiscard]] std::uint64_t sequence() const noexcept { return sequence_; }
 
   // That this operation's post, and its first transit slot, may be written.
@@ -127,6 +135,14 @@ class Group {
   }
 
   // -- rounds -------------------------------------------------------------------------------
+  // How much of a chunk a round of this operation moves, and how its results are stored where that
+  // has been chosen; the same on every rank.
+  [[nodiscard]] std::size_t piece_bytes() const noexcept { return piece_bytes_; }
+  [[nodiscard]] std::optional<StoreHint> store_hint() const noexcept { return store_hint_; }
+  void move_by(const TuningWord& word) noexcept {
+    piece_bytes_ = word.piece_bytes;
+    store_hint_ = word.streams != 0 ? StoreHint::kStreaming : StoreHint::kCached;
+  }
   // The first round of this operation.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_; }
   // Every rank calls it once an operation, with the same number.
@@ -173,9 +189,12 @@ class Group {
   const SymmetricHeap& heap_;
   Announcer* const announcer_;
   const std::optional<std::size_t> one_shot_bytes_;
+  Tuning* const tuning_;
   bool has_transit_ = false;
   std::uint64_t sequence_ = 0;
   std::uint64_t round_ = 0;
+  std::size_t piece_bytes_ = 0;
+  std::optional<StoreHint> store_hint_;
   // What every rank is known to have reached.
   std::uint64_t known_completed_ = 0;
   std::uint64_t known_consumed_ = 0;

@@ -42,6 +42,7 @@ struct alignas(128) Post {
     kSymmetric = 8,    // detail.input and detail.output lie in the symmetric heap
     kBehind = 16,      // with kInline: the data is in `lines`, not in `first_line`
     kOnHostHeap = 32,  // as kSymmetric, where each host has a heap of its own
+    kTuned = 64,       // detail.word says how the data moves, see Note [Who chooses]
   };
 
   Counter sequence;  // of the operation, counted from 1
@@ -82,12 +83,24 @@ inline constexpr std::size_t kPostBodyBytes = sizeof(Post) - sizeof(Counter);
   return reinterpret_cast<std::byte*>(&post) + sizeof(Counter);
 }
 
+// What the rank that chooses for all says of the way that data takes (shared_memory/tuning.h).
+struct TuningWord {
+  enum class Next : std::uint8_t { kAsBefore, kAhead, kInPieces };
+
+  std::uint32_t piece_bytes = 0;  // that a round of this operation moves
+  std::uint8_t streams = 0;       // 1: results are stored past the caches
+  // How ranks give their data in the next operation of this kind, root and size class.
+  Next next = Next::kAsBefore;
+  std::uint8_t size_class = 0;
+};
+
 // What only some operations need.
 struct alignas(64) PostDetail {
   std::uint64_t input = 0;   // HeapReference
   std::uint64_t output = 0;  // HeapReference
   double factor = 1.0;       // premul_sum
   std::uint64_t total = 0;   // elements of all blocks together
+  TuningWord word;
 };
 static_assert(sizeof(PostDetail) == 64);
 

@@ -7,7 +7,6 @@
 
 #include "collectives/heap_access.h"
 #include "collectives/slices.h"
-#include "collectives/streaming_hint.h"
 
 namespace pydist {
 
@@ -19,7 +18,7 @@ void move(Collective& run) {
   const Call& call = run.call();
   const int me = run.me();
   const SymmetricHeap& heap = group.heap();
-  const StoreHint hint = hint_for(run.bytes(call.count));
+  const StoreHint hint = run.hint_for(run.bytes(call.count));
   const auto input_of = [&](int rank) { return heap.address(rank, group.detail(rank).input); };
   const auto output_of = [&](int rank) { return heap.address(rank, group.detail(rank).output); };
 

@@ -40,7 +40,7 @@ Task reduce_through_transit(Collective& run) {
   const Call& call = run.call();
   const int me = run.me();
   const bool receives = call.kind == OpKind::kAllReduce || run.is_root();
-  const std::size_t per_round = group.chunk_bytes() / run.slot_element_bytes();
+  const std::size_t per_round = group.piece_bytes() / run.slot_element_bytes();
   const std::uint64_t rounds = (call.count + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
   const std::byte* input = call.inputs[0].data;
@@ -109,7 +109,7 @@ Task exchange_through_transit(Collective& run) {
                         : is_one_to_all(call.kind)   ? !run.is_root()
                                                      : true;
   const std::size_t lanes = is_personal ? static_cast<std::size_t>(run.size()) : 1;
-  const std::size_t per_round = group.chunk_bytes() / lanes / run.slot_element_bytes();
+  const std::size_t per_round = group.piece_bytes() / lanes / run.slot_element_bytes();
   const std::size_t lane_bytes = run.slot_bytes(per_round);
   const std::uint64_t rounds = (largest_block(group, call) + per_round - 1) / per_round;
   const std::uint64_t first = group.round();

@@ -1,6 +1,7 @@
 #include "collectives/shared_memory/posting.h"
 
 #include "collectives/call_mismatch.h"
+#include "collectives/shared_memory/tuning.h"
 #include "collectives/wire.h"
 
 namespace pydist {
@@ -9,6 +10,12 @@ namespace pydist {
 // time, and each look takes it away from this core. So the stores to it come last and close
 // together, or the line travels several times.
 void fill_post(Group& group, const Call& call, std::uint8_t offer) {
+  Tuning* const tuning = group.tuning();
+  const bool chooses = tuning != nullptr && tuning->chooses(call);
+  std::optional<TuningWord> word;
+  if (chooses) {
+    word = tuning->begin(call, offer);
+  }
   if ((offer & (Post::kSymmetric | Post::kOnHostHeap)) != 0) {
     const PostDetail places = places_on_heap(group, call);
     group.my_detail().input = places.input;
@@ -23,6 +30,13 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
                 (offer & Post::kEager) != 0 ? group.transit(group.rank(), group.round())
                                             : group.my_post().data(offer));
   }
+  if (chooses) {
+    tuning->note_given();
+  }
+  if (word) {
+    group.my_detail().word = *word;
+    offer |= Post::kTuned;
+  }
   describe_call(group, call, offer);
 }
 
@@ -35,6 +49,15 @@ Route agree_on_route(Group& group, const Call& call) {
       return Route::kInline;
     }
     check_agreement(group, call, 0, group.size());
+  }
+  if ((group.post(call.root).flags & Post::kTuned) != 0) {
+    // A copy: what is used is what has been looked at, whoever may be damaging the memory.
+    const TuningWord word = group.detail(call.root).word;
+    if (group.tuning() == nullptr || !group.tuning()->is_sound(call, word)) {
+      throw_damaged(group, call.root);
+    }
+    group.tuning()->hear(call, word);
+    group.move_by(word);
   }
   return agreed_route(group, call);
 }

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "collectives/shared_memory/tuning.h"
+
 namespace pydist {
 namespace {
 
@@ -28,8 +30,10 @@ HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
 }
 
 bool may_go_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  return bytes <=
-         one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+  const bool usually =
+      bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+  Tuning* const tuning = group.tuning();
+  return tuning == nullptr ? usually : tuning->goes_ahead(call, bytes, usually);
 }
 
 // What data that rides in a post is posted with; 0 where it does not fit.

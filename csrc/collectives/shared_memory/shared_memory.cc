@@ -5,6 +5,7 @@
 #include "collectives/collective_steps.h"
 #include "collectives/shared_memory/on_symmetric_heap.h"
 #include "collectives/shared_memory/one_shot.h"
+#include "collectives/shared_memory/operation_time.h"
 #include "collectives/shared_memory/pipelined.h"
 #include "collectives/shared_memory/posting.h"
 #include "collectives/shared_memory/route.h"
@@ -27,6 +28,7 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
   }
 
   const Route route = agree_on_route(group, call);
+  OperationTime time(group, call, route);
   switch (route) {
     case Route::kInline:
     case Route::kOneShot:
@@ -46,6 +48,8 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
       co_await run_on_symmetric_heap(run);
       break;
   }
+  co_await time.all_are_through();
+  time.note();
   group.complete();
 }
 

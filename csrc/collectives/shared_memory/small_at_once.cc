@@ -2,6 +2,7 @@
 
 #include "collectives/collective_steps.h"
 #include "collectives/shared_memory/one_shot.h"
+#include "collectives/shared_memory/operation_time.h"
 #include "collectives/shared_memory/posting.h"
 #include "collectives/shared_memory/route.h"
 #include "health/doorbell.h"
@@ -50,8 +51,10 @@ bool AtOnce::try_finish(unsigned looks) {
     group_.notify();
     return false;
   }
+  OperationTime time(group_, call_, route);
   Collective run(group_, call_);
   finish_one_shot(run, route);
+  time.note();
   group_.complete_quietly();
   return true;
 }

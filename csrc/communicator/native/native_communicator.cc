@@ -13,6 +13,7 @@
 #include "collectives/between_hosts/by_hosts.h"
 #include "collectives/ring.h"
 #include "collectives/shared_memory/shared_memory.h"
+#include "collectives/shared_memory/tuning.h"
 #include "communicator/native/collective_queue.h"
 #include "communicator/native/group_health.h"
 #include "communicator/native/group_meeting.h"
@@ -83,9 +84,9 @@ class NativeCommunicator final : public Communicator,
     for (const PeerPtr& peer : membership.peers) {
       doorbells.push_back(peer->doorbell);
     }
-    engine_ =
-        std::make_shared<Engine>(rank, size, membership.group_segment, doorbells, heap_,
-                                 membership.peers, remote_, options_.environment.one_shot_bytes);
+    engine_ = std::make_shared<Engine>(
+        rank, size, membership.group_segment, doorbells, heap_, membership.peers, remote_,
+        options_.environment.one_shot_bytes, make_tuning(membership.group_segment.chunk_bytes()));
     const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
@@ -339,11 +340,13 @@ class NativeCommunicator final : public Communicator,
   struct Engine {
     Engine(int rank, int size, const GroupSegment& segment, const std::vector<Doorbell*>& doorbells,
            std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers,
-           std::shared_ptr<RemoteRanks> the_remote, std::optional<std::size_t> one_shot_bytes)
+           std::shared_ptr<RemoteRanks> the_remote, std::optional<std::size_t> one_shot_bytes,
+           std::unique_ptr<Tuning> the_tuning)
         : heap(std::move(the_heap)),
           peers(std::move(the_peers)),
           remote(std::move(the_remote)),
-          group(rank, size, segment, doorbells, *heap, remote.get(), one_shot_bytes),
+          tuning(std::move(the_tuning)),
+          group(rank, size, segment, doorbells, *heap, remote.get(), one_shot_bytes, tuning.get()),
           to_next_on_host(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
                           *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
           from_previous_on_host(ring_channel(segment, wrap(rank - 1, size), rank),
@@ -374,10 +377,22 @@ class NativeCommunicator final : public Communicator,
     std::shared_ptr<SymmetricHeap> heap;
     std::vector<PeerPtr> peers;           // hold the doorbells
     std::shared_ptr<RemoteRanks> remote;  // null on one host
+    std::unique_ptr<Tuning> tuning;       // null where nothing is tuned
     Group group;
     ShmSendChannel to_next_on_host;
     ShmReceiveChannel from_previous_on_host;
   };
+
+  // Null where nothing is tuned: ranks on other hosts see no post of this one's in time.
+  [[nodiscard]] std::unique_ptr<Tuning> make_tuning(std::size_t chunk_bytes) const {
+    const Environment& environment = options_.environment;
+    if (size_ == 1 || remote_ || environment.tuning == TuningChoice::kOff) {
+      return nullptr;
+    }
+    return std::make_unique<Tuning>(
+        rank_, size_, TuningLimits{chunk_bytes, environment.pins_chunk, environment.one_shot_bytes},
+        options_.tuning, TuningTable::of_process());
+  }
 
   // As check(), for allocate() too.
   void check_any(const Operation& operation) const {

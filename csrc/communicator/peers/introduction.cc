@@ -11,7 +11,7 @@ namespace {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 9;
+constexpr int kSharedLayout = 10;
 
 }  // namespace
 
@@ -37,8 +37,10 @@ NetworkIntroduction NetworkIntroduction::from_text(const std::string& text) {
 
 std::string settings_text(const Environment& environment) {
   return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
-              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes, " PYDIST_ONE_SHOT_BYTES=",
-              environment.one_shot_bytes ? join(*environment.one_shot_bytes) : "");
+              " PYDIST_CHUNK_BYTES=", environment.chunk_bytes,
+              environment.pins_chunk ? "" : " (by default)", " PYDIST_ONE_SHOT_BYTES=",
+              environment.one_shot_bytes ? join(*environment.one_shot_bytes) : "",
+              " PYDIST_TUNING=", to_string(environment.tuning));
 }
 
 std::vector<Introduction> read_introductions(const std::vector<std::string>& texts,

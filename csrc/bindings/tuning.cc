@@ -1,0 +1,134 @@
+// pydist._native.TunedClass: what the engine has found to be fastest, to show it and to keep it.
+
+#include <pybind11/stl.h>
+
+#include <bit>
+#include <map>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "base/env.h"
+#include "base/parse_name.h"
+#include "bindings/arguments.h"
+#include "bindings/bindings.h"
+#include "collectives/shared_memory/tuning_candidates.h"
+#include "collectives/shared_memory/tuning_table.h"
+#include "memory/shared_segment.h"
+
+namespace pydist {
+namespace {
+
+// The largest that PYDIST_CHUNK_BYTES may be.
+constexpr std::size_t kLargestPieceBytes = std::size_t{16} << 20;
+
+// Bytes of a piece and whether stores stream, with a time in µs.
+using TimedChoice = std::tuple<std::uint32_t, bool, double>;
+
+struct TunedClass {
+  TuningKey key;
+  TuningEntry entry;
+};
+
+TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes) {
+  if (ranks < 2 || ranks > 1 << 24) {
+    throw InvalidUsage(join("ranks=", ranks, ": must be 2 or more."));
+  }
+  if (!std::has_single_bit(bytes) || bytes > top_of(kLargestSizeClass)) {
+    throw InvalidUsage(
+        join("bytes=", bytes, ": must be a power of two, up to 2^", kLargestSizeClass, "."));
+  }
+  return {kind.kind, parse_name<TunedMemory>(kTunedMemoryNames, memory, "memory"), ranks,
+          size_class_of(bytes)};
+}
+
+TunedClass tuned_class(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes,
+                       std::size_t piece_bytes, bool streams,
+                       const std::vector<TimedChoice>& times_us) {
+  if (piece_bytes > kLargestPieceBytes) {
+    throw InvalidUsage(join("piece_bytes=", piece_bytes, ": at most ", kLargestPieceBytes, "."));
+  }
+  TunedClass result{key_of(kind, memory, ranks, bytes), {}};
+  result.entry.choice = {static_cast<std::uint32_t>(piece_bytes), streams};
+  for (const auto& [piece, each_streams, time_us] : times_us) {
+    result.entry.times_us.emplace_back(Choice{piece, each_streams}, time_us);
+  }
+  return result;
+}
+
+std::vector<TunedClass> tuning_table() {
+  std::vector<TunedClass> classes;
+  for (auto& [key, entry] : TuningTable::of_process().entries()) {
+    classes.push_back({key, entry});
+  }
+  return classes;
+}
+
+void replace_tuning_table(const std::vector<TunedClass>& classes) {
+  std::map<TuningKey, TuningEntry> entries;
+  for (const TunedClass& each : classes) {
+    entries.insert_or_assign(each.key, each.entry);
+  }
+  TuningTable::of_process().replace(std::move(entries));
+}
+
+std::vector<std::pair<std::uint32_t, bool>> tuning_candidates(KindArgument kind,
+                                                              const std::string& memory, int ranks,
+                                                              std::size_t bytes) {
+  const Environment environment = Environment::read();
+  const TuningLimits limits{round_up(environment.chunk_bytes, page_bytes()), environment.pins_chunk,
+                            environment.one_shot_bytes};
+  std::vector<std::pair<std::uint32_t, bool>> result;
+  for (const Choice& choice : candidates_for(key_of(kind, memory, ranks, bytes), limits)) {
+    result.emplace_back(choice.piece_bytes, choice.streams);
+  }
+  return result;
+}
+
+}  // namespace
+
+void bind_tuning(py::module_& module) {
+  py::class_<TunedClass>(module, "TunedClass",
+                         "Collectives that are tuned together, and what was the fastest of them.")
+      .def(py::init(&tuned_class), py::arg("kind"), py::arg("memory"), py::arg("ranks"),
+           py::arg("bytes"), py::arg("piece_bytes"), py::arg("streams"), py::arg("times_us"),
+           "Raises pydist.InvalidUsage where a value makes no sense.")
+      .def_property_readonly(
+          "kind", [](const TunedClass& self) { return std::string(to_string(self.key.kind)); })
+      .def_property_readonly(
+          "memory", [](const TunedClass& self) { return std::string(to_string(self.key.memory)); },
+          "ordinary, converted (elements travel in another type) or symmetric.")
+      .def_property_readonly("ranks", [](const TunedClass& self) { return self.key.ranks; })
+      .def_property_readonly(
+          "bytes", [](const TunedClass& self) { return top_of(self.key.size_class); },
+          "The most that a rank contributes; more than half of that.")
+      .def_property_readonly(
+          "piece_bytes", [](const TunedClass& self) { return self.entry.choice.piece_bytes; },
+          "What a rank moves through transit memory at a time; 0 where nothing goes in pieces.")
+      .def_property_readonly(
+          "streams", [](const TunedClass& self) { return self.entry.choice.streams; },
+          "Whether results are stored past the caches.")
+      .def_property_readonly(
+          "times_us",
+          [](const TunedClass& self) {
+            std::vector<TimedChoice> times;
+            for (const auto& [choice, time_us] : self.entry.times_us) {
+              times.emplace_back(choice.piece_bytes, choice.streams, time_us);
+            }
+            return times;
+          },
+          "Of candidates that were timed: bytes of a piece, whether stores stream, and µs.")
+      .def_property_readonly(
+          "is_learnt", [](const TunedClass& self) { return self.entry.is_learnt; },
+          "By this process, with all candidates to choose from.");
+  module.def("tuning_table", &tuning_table, "What this process knows to be fastest.");
+  module.def("replace_tuning_table", &replace_tuning_table, py::arg("classes"),
+             "Has groups that are made from now on begin with that, and forgets all else.");
+  module.def("tuning_candidates", &tuning_candidates, py::arg("kind"), py::arg("memory"),
+             py::arg("ranks"), py::arg("bytes"),
+             "What there is to choose from under the variables as they are, the usual way first: "
+             "bytes of a piece, and whether stores stream.");
+}
+
+}  // namespace pydist

@@ -1,0 +1,219 @@
+#include "collectives/shared_memory/candidate_chooser.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace pydist {
+namespace {
+
+// See Note [What trying may cost].
+constexpr double kUsesForOneTry = 128;
+// A candidate replaces the current one where its median is at most this part of the other's,
+constexpr double kBetter = 0.95;
+// and so many of the pairs of their times say the same. With 7 times each, equal candidates come as
+// far by chance less than once in 100 sessions, whatever the distribution of their times.
+constexpr double kAgreeing = 0.88;
+// The current way has changed where the median of its last times is so many times another.
+constexpr double kOtherState = 1.3;
+constexpr std::size_t kTimesSeen = 5;
+// From this round on, a candidate is left out whose best time is so many times the best median.
+constexpr std::size_t kRoundsBeforeDropping = 3;
+constexpr double kHopeless = 1.2;
+
+double median_of(std::vector<double> times) {
+  const auto middle = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 2);
+  std::nth_element(times.begin(), middle, times.end());
+  return *middle;
+}
+
+}  // namespace
+
+CandidateChooser::CandidateChooser(std::size_t count, std::size_t usual, bool warms_up,
+                                   std::uint64_t seed, const TuningRhythm& rhythm)
+    : rhythm_(rhythm),
+      warms_up_(warms_up),
+      session_cost_(static_cast<double>((count - 1) * rhythm.rounds * (warms_up ? 2 : 1))),
+      random_(seed * 2 + 1),
+      current_(usual),
+      is_in_(count),
+      times_(count),
+      medians_(count) {}
+
+CandidateChooser::Plan CandidateChooser::next() {
+  pass(1);
+  if (phase_ == Phase::kEnding) {
+    judge();
+    phase_ = Phase::kSteady;
+    if (rhythm_.always_tries) {
+      begin_session();
+    }
+  } else if (phase_ == Phase::kSettling && uses_ > rhythm_.uses_before_first) {
+    begin_session();
+  } else if (phase_ == Phase::kSteady &&
+             credit_ >= (has_changed_ ? session_cost_ / 2 : 2 * session_cost_)) {
+    begin_session();
+  }
+  if (phase_ == Phase::kSession && script_.empty()) {
+    plan_round();
+  }
+  if (phase_ == Phase::kSession) {
+    const Plan plan = script_.back();
+    script_.pop_back();
+    credit_ -= plan.candidate != current_ ? 1 : 0;
+    return plan;
+  }
+  const bool looks = phase_ == Phase::kSteady && uses_since_look_ >= rhythm_.uses_for_one_look;
+  if (looks) {
+    uses_since_look_ = 0;
+  }
+  return {current_, looks};
+}
+
+std::size_t CandidateChooser::quiet_uses() const noexcept {
+  const std::size_t next_look = rhythm_.uses_for_one_look;
+  return phase_ == Phase::kSteady && uses_since_look_ + 1 < next_look
+             ? next_look - 1 - uses_since_look_
+             : 0;
+}
+
+void CandidateChooser::pass(std::size_t uses) noexcept {
+  uses_ += uses;
+  uses_since_look_ += uses;
+  credit_ = std::min(credit_ + static_cast<double>(uses) / kUsesForOneTry, 2 * session_cost_);
+}
+
+void CandidateChooser::note(std::size_t candidate, double time) {
+  if (phase_ == Phase::kSteady) {
+    if (candidate == current_) {
+      watch(time);
+    }
+    return;
+  }
+  if (phase_ == Phase::kSettling) {
+    return;
+  }
+  times_[candidate].push_back(time);
+  if (candidate != current_ && judged_ != 0) {
+    const double known = times_[current_].empty() ? expected_ : median_of(times_[current_]);
+    const double lost = known > 0 ? time / known - 1 : 1;
+    // One use has been charged with the plan.
+    credit_ -= (warms_up_ ? 2 : 1) * std::max(lost - 1, 0.0);
+  }
+}
+
+void CandidateChooser::begin_session() {
+  phase_ = Phase::kSession;
+  credit_before_ = credit_;
+  round_ = 0;
+  has_changed_ = false;
+  script_.clear();
+  is_in_.assign(is_in_.size(), true);
+  for (std::vector<double>& times : times_) {
+    times.clear();
+  }
+}
+
+void CandidateChooser::plan_round() {
+  if (round_ >= kRoundsBeforeDropping) {
+    drop_hopeless();
+  }
+  if (round_ == rhythm_.rounds || std::count(is_in_.begin(), is_in_.end(), true) == 1) {
+    phase_ = Phase::kEnding;
+    return;
+  }
+  ++round_;
+  std::vector<std::size_t> order;
+  for (std::size_t candidate = 0; candidate < is_in_.size(); ++candidate) {
+    if (is_in_[candidate]) {
+      order.push_back(candidate);
+    }
+  }
+  // A fixed order could keep step with a program that repeats the same few operations.
+  for (std::size_t left = order.size(); left > 1; --left) {
+    std::swap(order[left - 1], order[draw(left)]);
+  }
+  for (const std::size_t candidate : order) {
+    script_.push_back({candidate, /*is_timed=*/true});
+    if (warms_up_) {
+      script_.push_back({candidate, /*is_timed=*/false});
+    }
+  }
+}
+
+void CandidateChooser::drop_hopeless() {
+  double best = 0;
+  for (const std::vector<double>& times : times_) {
+    if (times.size() + 1 >= kRoundsBeforeDropping) {
+      const double median = median_of(times);
+      best = best == 0 ? median : std::min(best, median);
+    }
+  }
+  for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
+    const std::vector<double>& times = times_[candidate];
+    if (candidate != current_ && best > 0 && !times.empty() &&
+        *std::min_element(times.begin(), times.end()) > kHopeless * best) {
+      is_in_[candidate] = false;
+    }
+  }
+}
+
+bool CandidateChooser::is_better(std::size_t candidate) const {
+  const std::vector<double>& own = times_[candidate];
+  const std::vector<double>& others = times_[current_];
+  std::size_t agreeing = 0;
+  for (const double time : own) {
+    agreeing += static_cast<std::size_t>(
+        std::count_if(others.begin(), others.end(), [time](double other) { return time < other; }));
+  }
+  return median_of(own) <= kBetter * median_of(others) &&
+         static_cast<double>(agreeing) >=
+             kAgreeing * static_cast<double>(own.size() * others.size());
+}
+
+void CandidateChooser::judge() {
+  ++judged_;
+  // Times may be missing: of operations that went another way in the end, or failed.
+  const std::size_t least = rhythm_.rounds / 2 + 1;
+  std::size_t best = current_;
+  for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
+    const std::vector<double>& times = times_[candidate];
+    medians_[candidate] = times.empty() ? std::nullopt : std::optional(median_of(times));
+    if (is_in_[candidate] && std::min(times.size(), times_[current_].size()) >= least &&
+        is_better(candidate) && *medians_[candidate] < median_of(times_[best])) {
+      best = candidate;
+    }
+  }
+  if (judged_ == 1) {
+    credit_ = session_cost_;
+  } else if (best != current_) {
+    credit_ = credit_before_;
+  }
+  current_ = best;
+  expected_ = medians_[best].value_or(0);
+  seen_.clear();
+}
+
+void CandidateChooser::watch(double time) {
+  seen_.push_back(time);
+  if (seen_.size() < kTimesSeen) {
+    return;
+  }
+  if (seen_.size() > kTimesSeen) {
+    seen_.erase(seen_.begin());
+  }
+  const double median = median_of(seen_);
+  if (expected_ == 0) {
+    expected_ = median;
+  }
+  has_changed_ = median > kOtherState * expected_ || median * kOtherState < expected_;
+}
+
+std::size_t CandidateChooser::draw(std::size_t below) noexcept {
+  // xorshift64
+  random_ ^= random_ << 13;
+  random_ ^= random_ >> 7;
+  random_ ^= random_ << 17;
+  return static_cast<std::size_t>(random_ % below);
+}
+
+}  // namespace pydist

@@ -1,0 +1,308 @@
+// Collectives of the native engine while the tuner tries all candidates: the bits of a result are
+// the same whatever was chosen, ranks agree amid a change, and words that make no sense are found.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "collective_case.h"
+#include "collectives/shared_memory/tuning.h"
+#include "communicator/native/native_communicator.h"
+#include "ranks.h"
+#include "run_cases.h"
+
+namespace pydist::testing {
+namespace {
+
+constexpr OpKind kDataKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
+                                 OpKind::kBroadcast, OpKind::kReduce,        OpKind::kGather,
+                                 OpKind::kScatter,   OpKind::kAllToAll};
+
+// Every operation is one of a session.
+constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 3, .always_tries = true};
+
+// A group on which every operation tries something.
+CommunicatorPtr join_restless(const RankOfTest& self, const Environment& environment,
+                              const TuningRhythm& rhythm = kRestless) {
+  NativeOptions options{"restless", environment};
+  options.tuning = rhythm;
+  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+}
+
+// Runs the cases again and again in another order each time, and checks each.
+void run_restlessly(const std::vector<PreparedCase>& cases, int size, int times,
+                    Placement placement, const Environment& environment = test_environment()) {
+  run_ranks(
+      size,
+      [&](RankOfTest& self) {
+        const CommunicatorPtr group = join_restless(self, environment);
+        const MemoryPtr heap = placement == Placement::kOrdinary
+                                   ? nullptr
+                                   : group->allocate(std::size_t{64} << 20, Device{});
+        CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
+                                 : std::span<std::byte>());
+        for (int time = 0; time < times; ++time) {
+          for (std::size_t i = 0; i < cases.size(); ++i) {
+            const std::uint64_t dice = mix(static_cast<std::uint64_t>(time) * 1000 + i);
+            const PreparedCase& each = cases[dice % cases.size()];
+            Operation operation = buffers.lay_out(each, self.rank, placement);
+            if (mix(dice + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
+              group->submit(std::move(operation))->wait();
+            } else {
+              group->run(std::move(operation));
+            }
+            const std::string wrong = buffers.check();
+            ASSERT_TRUE(wrong.empty())
+                << "rank " << self.rank << ", " << each.what.to_string() << ": " << wrong;
+          }
+        }
+        group->run(barrier());
+      },
+      environment);
+}
+
+// What was timed, by kind and memory: pieces (0: one shot) and stores.
+std::map<std::pair<OpKind, TunedMemory>, std::set<std::pair<std::uint32_t, bool>>> timed(
+    int ranks) {
+  std::map<std::pair<OpKind, TunedMemory>, std::set<std::pair<std::uint32_t, bool>>> found;
+  for (const auto& [key, entry] : TuningTable::of_process().entries()) {
+    for (const auto& [choice, time_us] : entry.times_us) {
+      if (key.ranks == ranks && time_us > 0) {
+        found[{key.kind, key.memory}].insert({choice.piece_bytes, choice.streams});
+      }
+    }
+  }
+  return found;
+}
+
+// Tests of one process share its table.
+class NativeTuningTest : public ::testing::Test {
+ protected:
+  void SetUp() override { TuningTable::of_process().replace({}); }
+  void TearDown() override { TuningTable::of_process().replace({}); }
+};
+class NativeTuning : public NativeTuningTest, public ::testing::WithParamInterface<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, NativeTuning, ::testing::Values(2, 3, 4));
+
+TEST_P(NativeTuning, NoChoiceChangesABit) {
+  const int size = GetParam();
+  std::vector<PreparedCase> cases;
+  std::uint64_t seed = 11 << 20;
+  for (const OpKind kind : kDataKinds) {
+    for (const std::size_t bytes : {std::size_t{40'000}, std::size_t{300'000}}) {
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        const std::size_t lanes = has_blocks(kind) ? static_cast<std::size_t>(size) : 1;
+        cases.push_back(prepare(any_case(kind, dtype, ReduceOp::kSum, size,
+                                         bytes / lanes / element_size(dtype) + 1, ++seed),
+                                size, SummationOrder::kRanks));
+      }
+    }
+  }
+  for (const Placement placement : {Placement::kMixed, Placement::kOrdinary}) {
+    run_restlessly(cases, size, 20, placement);
+  }
+  const auto found = timed(size);
+  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllToAll}) {
+    const auto of_kind = found.find({kind, TunedMemory::kOrdinary});
+    ASSERT_NE(of_kind, found.end()) << to_string(kind);
+    EXPECT_TRUE(of_kind->second.contains({0, false})) << to_string(kind) << " in one shot";
+    EXPECT_TRUE(of_kind->second.contains({64 << 10, false})) << to_string(kind) << " in pieces";
+  }
+}
+
+TEST_P(NativeTuning, NoChoiceChangesABitOfAnyTypeAndOp) {
+  const int size = GetParam();
+  std::vector<PreparedCase> cases;
+  std::uint64_t seed = 12 << 20;
+  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter}) {
+    for (int dtype = 0; dtype < kDTypeCount; ++dtype) {
+      for (int op = 0; op < kReduceOpCount; ++op) {
+        if (is_supported(static_cast<ReduceOp>(op), static_cast<DType>(dtype))) {
+          const std::size_t lanes = has_blocks(kind) ? static_cast<std::size_t>(size) : 1;
+          cases.push_back(prepare(
+              any_case(kind, static_cast<DType>(dtype), static_cast<ReduceOp>(op), size,
+                       150'000 / lanes / element_size(static_cast<DType>(dtype)) + 1, ++seed),
+              size, SummationOrder::kRanks));
+        }
+      }
+    }
+  }
+  run_restlessly(cases, size, 3, Placement::kOrdinary);
+}
+
+TEST_P(NativeTuning, TriesBothStoresOfLargeResults) {
+  const int size = GetParam();
+  std::vector<PreparedCase> cases;
+  std::uint64_t seed = 13 << 20;
+  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kBroadcast}) {
+    cases.push_back(prepare(any_case(kind, DType::kFloat32, ReduceOp::kSum, size, 900'000, ++seed),
+                            size, SummationOrder::kRanks));
+  }
+  for (const Placement placement : {Placement::kOrdinary, Placement::kHeap}) {
+    run_restlessly(cases, size, 30, placement);
+  }
+  const auto found = timed(size);
+  for (const TunedMemory memory : {TunedMemory::kOrdinary, TunedMemory::kSymmetric}) {
+    const auto of_kind = found.find({OpKind::kAllReduce, memory});
+    ASSERT_NE(of_kind, found.end()) << to_string(memory);
+    std::set<bool> stores;
+    for (const auto& [piece, streams] : of_kind->second) {
+      stores.insert(streams);
+    }
+    EXPECT_EQ(stores.size(), 2u) << to_string(memory);
+  }
+}
+
+// The values of all candidates, one by one: pinned, and compared with each other.
+TEST_P(NativeTuning, AllCandidatesAreBitwiseEqual) {
+  const int size = GetParam();
+  constexpr std::size_t kCount = 300'001;
+  std::vector<std::vector<float>> results;
+  for (const std::size_t chunk : {65536, 131072, 262144, 524288, 1048576}) {
+    Environment environment = test_environment();
+    environment.tuning = TuningChoice::kOff;
+    environment.chunk_bytes = chunk;
+    run_ranks(
+        size,
+        [&](RankOfTest& self) {
+          std::vector<float> values(kCount);
+          for (std::size_t i = 0; i < kCount; ++i) {
+            values[i] = static_cast<float>(
+                static_cast<double>(mix(i * 8 + static_cast<std::uint64_t>(self.rank)) %
+                                    1'000'003) /
+                977.0);
+          }
+          self.communicator->run(all_reduce(values));
+          if (self.rank == 0) {
+            results.push_back(values);
+          }
+        },
+        environment);
+  }
+  for (const std::vector<float>& each : results) {
+    EXPECT_EQ(each, results[0]);
+  }
+}
+
+// -- what is pinned, and what is known ------------------------------------------------------------
+
+// Runs `times` all_reduces of `count` floats on two ranks.
+void reduce_often(const Environment& environment, std::size_t count, int times,
+                  const TuningRhythm& rhythm = kRestless) {
+  run_ranks(
+      2,
+      [&](RankOfTest& self) {
+        const CommunicatorPtr group = join_restless(self, environment, rhythm);
+        std::vector<float> values(count, 0.0F);
+        for (int time = 0; time < times; ++time) {
+          group->run(all_reduce(values));
+        }
+      },
+      environment);
+}
+
+TEST_F(NativeTuningTest, OffTimesNothing) {
+  Environment environment = test_environment();
+  environment.tuning = TuningChoice::kOff;
+  reduce_often(environment, 100'000, 100);
+  EXPECT_TRUE(timed(2).empty());
+}
+
+TEST_F(NativeTuningTest, AChunkOfTheUsersIsTheOnlyPiece) {
+  Environment environment = test_environment();
+  environment.pins_chunk = true;
+  environment.one_shot_bytes = 1 << 14;
+  reduce_often(environment, 100'000, 100);
+  EXPECT_TRUE(timed(2).empty());
+  environment.one_shot_bytes.reset();
+  reduce_often(environment, 50'000, 100);
+  const auto found = timed(2)[{OpKind::kAllReduce, TunedMemory::kOrdinary}];
+  const std::set<std::pair<std::uint32_t, bool>> whole_or_chunk = {{0, false}, {512 << 10, false}};
+  EXPECT_EQ(found, whole_or_chunk);
+  for (const auto& [key, entry] : TuningTable::of_process().entries()) {
+    EXPECT_FALSE(entry.is_learnt);
+  }
+}
+
+TEST_F(NativeTuningTest, ALimitOfTheUsersStays) {
+  Environment environment = test_environment();
+  environment.one_shot_bytes = 1 << 20;
+  reduce_often(environment, 50'000, 100);
+  EXPECT_TRUE(timed(2).empty());
+  environment.one_shot_bytes = 0;
+  reduce_often(environment, 50'000, 100);
+  const auto found = timed(2)[{OpKind::kAllReduce, TunedMemory::kOrdinary}];
+  EXPECT_FALSE(found.contains({0, false}));
+  EXPECT_TRUE(found.contains({64 << 10, false}));
+}
+
+TEST_F(NativeTuningTest, BeginsWithTheTable) {
+  const TuningKey key{OpKind::kAllReduce, TunedMemory::kOrdinary, 2, 20};
+  TuningEntry entry;
+  entry.choice = {128 << 10, false};
+  TuningTable::of_process().replace({{key, entry}});
+  Tuning tuning(0, 2, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
+  Buffer buffer{nullptr, 200'000, DType::kFloat32};
+  Call call{};
+  call.kind = OpKind::kAllReduce;
+  call.dtype = call.wire_dtype = DType::kFloat32;
+  call.count = 200'000;
+  call.inputs = Blocks({&buffer, 1}, 2);
+  const std::optional<TuningWord> word = tuning.begin(call, 0);
+  ASSERT_TRUE(word.has_value());
+  EXPECT_EQ(word->piece_bytes, 128u << 10);
+  // Of a size nearby, too; of other ranks, not.
+  call.count = 400'000;
+  EXPECT_EQ(tuning.begin(call, 0)->piece_bytes, 128u << 10);
+  Tuning of_three(0, 3, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
+  EXPECT_FALSE(of_three.begin(call, 0).has_value());
+}
+
+TEST_F(NativeTuningTest, SaysNothingOfSmallOperations) {
+  Tuning tuning(0, 2, {512 << 10, false, std::nullopt}, kRestless, TuningTable::of_process());
+  Call call{};
+  call.kind = OpKind::kAllReduce;
+  call.dtype = call.wire_dtype = DType::kFloat32;
+  call.count = 2048;  // 8 KiB
+  for (int i = 0; i < 100; ++i) {
+    EXPECT_FALSE(tuning.begin(call, Post::kEager).has_value());
+    EXPECT_FALSE(tuning.is_timed(Route::kOneShot));
+  }
+}
+
+// -- words that make no sense ---------------------------------------------------------------------
+
+TEST_F(NativeTuningTest, FindsWordsThatMakeNoSense) {
+  const Tuning tuning(1, 2, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
+  Call call{};
+  call.kind = OpKind::kAllReduce;
+  TuningWord good;
+  good.piece_bytes = 128 << 10;
+  good.size_class = 20;
+  good.next = TuningWord::Next::kInPieces;
+  EXPECT_TRUE(tuning.is_sound(call, good));
+  const auto with = [&](const auto& damage) {
+    TuningWord word = good;
+    damage(word);
+    return tuning.is_sound(call, word);
+  };
+  for (const std::uint32_t piece : {0u, 1u, 4096u, 65535u, 65537u, (512u << 10) + 64, ~0u}) {
+    EXPECT_FALSE(with([&](TuningWord& word) { word.piece_bytes = piece; })) << piece;
+  }
+  EXPECT_FALSE(with([](TuningWord& word) { word.size_class = 0; }));
+  EXPECT_FALSE(with([](TuningWord& word) { word.size_class = 200; }));
+  EXPECT_FALSE(with([](TuningWord& word) { word.streams = 2; }));
+  EXPECT_FALSE(with([](TuningWord& word) { word.next = static_cast<TuningWord::Next>(3); }));
+  call.kind = OpKind::kBarrier;
+  EXPECT_FALSE(tuning.is_sound(call, good));
+}
+
+}  // namespace
+}  // namespace pydist::testing
