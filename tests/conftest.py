@@ -1,14 +1,17 @@
 """What pytest finds for all tests: time limits, SIGINT, what processes that they start run first
-(started_processes/sitecustomize.py), and that no file leaves a job behind.
+(started_processes/sitecustomize.py), a cache of their own, and that no file leaves a job behind.
 
 A shell without job control starts `make test &` with SIGINT ignored, and so is it then in every
 process that comes of it. The tests send SIGINT to some of these, so it gets Python's own handler
 here, and with it wherever a process starts from here.
 """
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +26,11 @@ __all__ = [
 ]
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Jobs of tests neither begin with what those of this user have found to be fastest, nor tell them.
+_CACHE = tempfile.mkdtemp(prefix="pydist-tests-cache-")
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+os.environ["XDG_CACHE_HOME"] = _CACHE
 
 _FIRST = str(Path(__file__).with_name("started_processes"))
 _PATH = os.environ.get("PYTHONPATH", "")

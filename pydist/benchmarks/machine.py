@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pydist import _build, _native
+from pydist.config.processor_name import processor_name
 
 # Where this process may run, whatever `pin` does to its main thread.
 _ALLOWED = frozenset(os.sched_getaffinity(0))
@@ -21,14 +22,6 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def processor_name() -> str:
-    """The processor's name, as the system gives it."""
-    for line in _read("/proc/cpuinfo").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _governor() -> str:

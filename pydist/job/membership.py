@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from pydist import _native
-from pydist.config import in_force
+from pydist.config import in_force, tuning_file
 from pydist.config.in_force import Configuration
 from pydist.config.variables import default_timeout, parse_backend, parse_timeout, unknown_variables
 from pydist.errors import InvalidUsage, PeerLost, TransportError
@@ -22,7 +22,6 @@ from pydist.job.backend_choice import Agreement
 from pydist.job.backends import Options
 from pydist.job.current import Membership
 from pydist.job.launchers import Placement, read_placement
-from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import require_alive
 from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
 from pydist.job.meeting.launcher_news import require_none_ended
@@ -45,7 +44,6 @@ __all__ = [
     "shutdown",
     "world_size",
 ]
-
 
 # Held by whoever joins or leaves.
 lock = threading.RLock()
@@ -122,13 +120,14 @@ def init(
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
         with in_force.entering(configuration, backend, wait), entering():
+            tuning_file.load()
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
             current.job.gpus = chosen
         past.note(member, backend)
         if member.rank == 0:
             for name, nearest in unknown_variables():
-                logger.warning(
+                log.logger.warning(
                     "%s is set, but there is no such variable; did you mean %s?", name, nearest
                 )
 
@@ -159,7 +158,7 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
     """Meets the other ranks and creates the default group."""
     placement = read_placement()
     if placement.doubt:
-        logger.warning("%s", placement.doubt)
+        log.logger.warning("%s", placement.doubt)
     wait = timeout or default_timeout()
     # A launcher that starts a process anew starts all of them, and they begin with generation 1.
     before = past.last()
@@ -350,6 +349,7 @@ def shutdown() -> None:
             if not dist.is_initialized():
                 _native.release_process()  # what groups that could not be made have left
             return
+        tuning_file.save(member.local_rank)
         if member.owns_group:
             if dist.is_initialized() and dist.group.WORLD is member.group:
                 dist.destroy_process_group()

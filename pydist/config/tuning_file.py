@@ -1,0 +1,183 @@
+"""What earlier jobs have found to be fastest on this kind of machine, in a file of the user's.
+
+One file for each processor model and kernel release, in `$XDG_CACHE_HOME/pydist` or
+`~/.cache/pydist`. The ranks of a job begin with what it says, and lowest ranks of hosts write what
+their job has learnt. It is a cache: where it can't be used, a line of the log says why, and the
+ranks begin with nothing.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pydist import _native
+from pydist.config.processor_name import processor_name
+from pydist.errors import InvalidUsage
+
+# Grows when what stands here means something else.
+FORMAT = 1
+
+_MOST_BYTES = 1 << 20
+
+_logger = logging.getLogger("pydist")
+
+
+class Unusable(Exception):  # noqa: N818
+    """Why the file is not read, nor replaced unless it is `damaged`."""
+
+    def __init__(self, why: str, *, damaged: bool = False) -> None:
+        super().__init__(why)
+        self.damaged = damaged
+
+
+def path() -> Path:
+    """The file for this processor and this kernel; there may be none yet."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    # What is not absolute counts as not given, says the XDG Base Directory Specification.
+    folder = Path(given) if given.startswith("/") else Path(os.path.expanduser("~")) / ".cache"
+    machine = f"{processor_name()}\n{platform.release()}"
+    return folder / "pydist" / f"tuning-{hashlib.sha256(machine.encode()).hexdigest()[:12]}.json"
+
+
+def load() -> None:
+    """Has the groups that this process makes from now on begin with what the file says.
+
+    Where PYDIST_TUNING is not "on", with nothing.
+    """
+    classes: list[_native.TunedClass] = []
+    if _is_on():
+        with _saying_why_not("read"):
+            classes = read()
+    _native.replace_tuning_table(classes)
+
+
+def save(local_rank: int) -> None:
+    """Writes what this process has learnt, over what the file says of the same classes.
+
+    Args:
+        local_rank: the process's; one of a host writes.
+    """
+    table = _native.tuning_table()
+    learnt = [each for each in table if each.is_learnt]
+    if local_rank != 0 or not learnt or not _is_on():
+        return
+    with _saying_why_not("written"):
+        try:
+            known = read()
+        except Unusable as error:
+            if not error.damaged:
+                return
+            known = []
+        merged = {_key(each): each for each in (*known, *learnt)}
+        _write([merged[key] for key in sorted(merged)])
+    # What is written is not learnt any more.
+    _native.replace_tuning_table([_made(_as_dict(each)) for each in table])
+
+
+def read() -> list[_native.TunedClass]:
+    """What the file says; nothing where there is none.
+
+    Raises:
+        Unusable: it is not this user's, or damaged, or of another format.
+        OSError: it can't be read.
+    """
+    try:
+        descriptor = os.open(path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return []
+    with open(descriptor, "rb") as file:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise Unusable("it is no regular file")
+        if facts.st_uid != os.geteuid() or facts.st_mode & stat.S_IWOTH:
+            raise Unusable("others than this process's user can write it")
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise Unusable(f"it has more than {_MOST_BYTES} bytes", damaged=True)
+    try:
+        document = json.loads(content)
+        number = document["format"]
+        if isinstance(number, int) and number > FORMAT:
+            raise Unusable(f"it is of format {number}, that of a newer pydist")
+        if (document["processor"], document["kernel"]) != (processor_name(), platform.release()):
+            raise Unusable("it is of another machine", damaged=True)
+        return [_made(each) for each in document["classes"]]
+    except (ValueError, KeyError, TypeError, RecursionError, InvalidUsage) as error:
+        text = " ".join(str(error).split())[:200]
+        raise Unusable(f"it is damaged ({type(error).__name__}: {text})", damaged=True) from None
+
+
+def _is_on() -> bool:
+    try:
+        return _native.read_environment().tuning == "on"
+    except InvalidUsage:  # which joining tells all ranks
+        return False
+
+
+class _saying_why_not:  # noqa: N801
+    """Ends in a line of the log where the file can't be used."""
+
+    def __init__(self, done: str) -> None:
+        self._done = done
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Unusable):
+            _logger.warning("%s is not %s: %s.", path(), self._done, error)
+        elif isinstance(error, OSError):
+            # Many a container has no home that can be written.
+            _logger.info("%s is not %s: %s.", path(), self._done, error.strerror or error)
+        else:
+            return False
+        return True
+
+
+def _key(each: _native.TunedClass) -> tuple[str, str, int, int]:
+    return each.kind, each.memory, each.ranks, each.bytes
+
+
+def _as_dict(each: _native.TunedClass) -> dict[str, Any]:
+    return {
+        "kind": each.kind,
+        "memory": each.memory,
+        "ranks": each.ranks,
+        "bytes": each.bytes,
+        "piece_bytes": each.piece_bytes,
+        "streams": each.streams,
+        "times_us": [[piece, streams, round(us, 3)] for piece, streams, us in each.times_us],
+    }
+
+
+def _made(given: dict[str, Any]) -> _native.TunedClass:
+    times = [(piece, streams, float(us)) for piece, streams, us in given["times_us"]]
+    fields = {name: given[name] for name in ("kind", "memory", "ranks", "bytes", "piece_bytes")}
+    return _native.TunedClass(**fields, streams=given["streams"], times_us=times)
+
+
+def _write(classes: list[_native.TunedClass]) -> None:
+    document = {
+        "format": FORMAT,
+        "processor": processor_name(),
+        "kernel": platform.release(),
+        "classes": [_as_dict(each) for each in classes],
+    }
+    target = path()
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, part = tempfile.mkstemp(prefix=".tuning-", dir=target.parent)
+    try:
+        with open(descriptor, "w") as file:
+            json.dump(document, file, indent=1)
+        os.replace(part, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(part)
+        raise
