@@ -33,6 +33,7 @@ from pydist.benchmarks.progress import Progress
 from pydist.benchmarks.results import BOUNDS, PROBE_BYTES, ROOFLINE, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 from pydist.benchmarks.subcommand import add_ranks_argument
+from pydist.benchmarks.tuned import Tuned
 from pydist.errors import Error, InvalidUsage
 from pydist.job.launchers import Placement
 from pydist.topology.placement import placement_of_job
@@ -62,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", help="of pydist (default: PYDIST_BACKEND)")
     add("--compare", default="", metavar="ARMS", help=f"any of {', '.join(COMPARABLE)}")
     add("--peers", type=Path, metavar="FOLDER", help="with the MPIs (default: build/peers)")
+    add("-v", "--verbose", action="store_true", help="tell what the tuner has chosen, by size")
     add("--no-pin", dest="pin", action="store_false", help="leave ranks to the scheduler")
     add("-J", "--json", type=Path, metavar="FILE", help="everything, with the machine")
     add("--csv", type=Path, metavar="FILE", help="a row for each size, place and arm")
@@ -224,6 +226,15 @@ class _Output:
                 print(f"pydist bench: {error}", file=sys.stderr)
             self._unwritten.add(path)
 
+    def tell_tuned(
+        self, cases: Sequence[Sequence[Case]], of_ranks: Sequence[Sequence[Tuned]]
+    ) -> None:
+        """Prints what was in use at the end, for each size."""
+        self._progress.clear()
+        memory = "symmetric" if self._results.main == "symmetric" else "ordinary"
+        for text in report.tuned_lines([each[0] for each in cases], memory, of_ranks):
+            print(text, flush=True)
+
     def fail(self, error: Error) -> None:
         """Says what went wrong, here and in what is written."""
         self._progress.clear()
@@ -312,6 +323,8 @@ def _lead(request: _Request, placement: Placement | None) -> int:
                 output.begin_case(cases)
                 output.add(conductor.measure(cases, output.note))
                 results.state_us.append(conductor.probe(request.main, probe) * 1e6)
+            if request.options.verbose:
+                output.tell_tuned(request.cases, conductor.tuned(request.main))
             results.is_complete = True
         except KeyboardInterrupt:
             # What there is is still to be written; a second Ctrl-C would take it away.

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE
+from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE, Case
 from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.processes.conductor import Series
 from pydist.benchmarks.results import PROBE_BYTES, Results, Row
 from pydist.benchmarks.sizes import size_text
+from pydist.benchmarks.tuned import Tuned, times_text, tuned_for, way_text
 
 _PLACES = {OUT_OF_PLACE: "out-of-place", IN_PLACE: "in-place"}
 # Name, width and unit of the columns of each place.
@@ -140,6 +141,25 @@ def footer(results: Results) -> Iterator[str]:
         yield f"# N/A of {arm}: {'; '.join(sorted(reasons))}"
     if not results.is_complete:
         yield "# Not everything was measured; this is what there is."
+
+
+def tuned_lines(
+    cases: Sequence[Case], memory: str, of_ranks: Sequence[Sequence[Tuned]]
+) -> Iterator[str]:
+    """What the tuner has chosen for each case, and what the candidates took.
+
+    Args:
+        cases: one for each size.
+        memory: where the buffers lie: "ordinary" or "symmetric".
+        of_ranks: what each rank knows, in rank order.
+    """
+    for case in cases:
+        known = tuned_for(case, memory, of_ranks)
+        text = "as is usual"
+        if known is not None:
+            times = times_text(known.times_us, memory)
+            text = way_text(known.way, memory) + (f" ({times})" if times else "")
+        yield f"# In use, {case.collective} {size_text(case.size_bytes)}: {text}"
 
 
 def _state(times_us: Sequence[float]) -> str:

@@ -14,12 +14,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pydist import _build, _native
-from pydist.benchmarks.machine import free_in_dev_shm, processor_name
+from pydist.benchmarks.machine import free_in_dev_shm
 from pydist.benchmarks.sizes import size_text
 from pydist.cli.parser import Parser
 from pydist.cli.topology import show_topology
+from pydist.cli.tuning import show_tuning
 from pydist.config import in_force
 from pydist.config.fields import ENGINE
+from pydist.config.processor_name import processor_name
 from pydist.config.variables import unknown_variables
 from pydist.errors import Error, InvalidUsage
 from pydist.gpu.nccl import find_nccl
@@ -261,7 +263,14 @@ def _parser() -> Parser:
         description="Prints what pydist finds on this machine, and what it can use.",
     )
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--tuning",
+        action="store_true",
+        help="instead: which ways of moving data earlier jobs have found to be fastest here, and "
+        "what there is to choose from",
+    )
+    instead.add_argument(
         "--topology",
         action="store_true",
         help="instead: this host's processors, GPUs and network interfaces. Started on every rank "
@@ -275,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
     """Prints what pydist finds on this machine, or on those of a job.
 
     Args:
-        arguments: nothing, `--json`, `--topology`, or both.
+        arguments: nothing, or `--json`, `--topology` or `--tuning`, `--json` with one of these.
 
     Returns:
         0; 1 where the ranks of a job did not come together, or one of them failed.
@@ -286,6 +295,8 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     if options.topology:
         return show_topology(as_json=options.json)
+    if options.tuning:
+        return show_tuning(as_json=options.json)
     report = collect()
     if options.json:
         print(json.dumps(report, indent=2))

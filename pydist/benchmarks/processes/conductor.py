@@ -12,8 +12,9 @@ from typing import Any
 
 from pydist.benchmarks.collective_cases import Case
 from pydist.benchmarks.noise import Ratio, percentile, ratio_of
-from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Time
+from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Tell, Time
 from pydist.benchmarks.processes.ranks import Ranks
+from pydist.benchmarks.tuned import Tuned
 from pydist.errors import Error
 
 # A turn takes about this long where calls are short; the clock is read around all of them.
@@ -134,6 +135,16 @@ class Conductor:
         one = Series(arm, case)
         self._warm_up(one)
         return self._slowest_mean(self._time(one, each=False))
+
+    def tuned(self, arm: str) -> list[list[Tuned]]:
+        """What the tuner has chosen on each rank that carries an arm.
+
+        Raises:
+            Error: a rank failed.
+        """
+        answers = self._group_of[arm].ask(Tell())
+        _require(answers, arm)
+        return answers
 
     def _begin(self, one: Series) -> None:
         """Checks results, and warms up."""

@@ -12,6 +12,7 @@ from itertools import repeat
 from pydist.benchmarks.collective_cases import OUT_OF_PLACE, Case
 from pydist.benchmarks.patterns import count_wrong, fill
 from pydist.benchmarks.processes.arms import Arm, Unsupported
+from pydist.benchmarks.tuned import Tuned, tuned_here
 
 # In one check.
 _CHECKED_CALLS = 3
@@ -46,6 +47,11 @@ class Time:
 
 
 @dataclass(frozen=True)
+class Tell:
+    """The answer: what the tuner has chosen on this rank."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """The end. No answer."""
 
@@ -59,15 +65,17 @@ class Failed:
     is_unsupported: bool
 
 
-Command = Reserve | Check | Time | Stop
-Answer = dict[str, str] | int | list[float] | Failed
+Command = Reserve | Check | Time | Tell | Stop
+Answer = dict[str, str] | int | list[float] | list[Tuned] | Failed
 
 
-def obey(command: Reserve | Check | Time, arms: dict[str, Arm]) -> Answer:
+def obey(command: Reserve | Check | Time | Tell, arms: dict[str, Arm]) -> Answer:
     """Does what the command says, on this rank. Every rank of the arms calls it."""
     try:
         if isinstance(command, Reserve):
             return _reserve(command.size_bytes, arms)
+        if isinstance(command, Tell):
+            return tuned_here()
         arm = arms[command.arm]
         call = arm.call(command.case)
         if isinstance(command, Check):

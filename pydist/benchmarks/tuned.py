@@ -1,0 +1,72 @@
+"""What the engine's tuner has chosen, in words, and for the cases of a benchmark."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pydist import _native
+from pydist.benchmarks.collective_cases import Case
+from pydist.benchmarks.sizes import size_text
+
+# Bytes of a piece, and whether stores stream.
+Way = tuple[int, bool]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A class of collectives, and what a rank has found; can be sent to another process."""
+
+    kind: str
+    memory: str
+    ranks: int
+    bytes: int
+    way: Way
+    times_us: tuple[tuple[Way, float], ...]
+
+
+def tuned_here() -> list[Tuned]:
+    """What this process knows."""
+    return [tuned_of(each) for each in _native.tuning_table()]
+
+
+def tuned_of(each: _native.TunedClass) -> Tuned:
+    """The same of one class."""
+    times = tuple(((piece, streams), us) for piece, streams, us in each.times_us)
+    way = (each.piece_bytes, each.streams)
+    return Tuned(each.kind, each.memory, each.ranks, each.bytes, way, times)
+
+
+def way_text(way: Way, memory: str) -> str:
+    """ "one shot", "pieces of 128 KiB", "pieces of 512 KiB, streaming stores"."""
+    piece_bytes, streams = way
+    if memory == "symmetric":
+        return "streaming stores" if streams else "cached stores"
+    text = f"pieces of {size_text(piece_bytes)}" if piece_bytes else "one shot"
+    return f"{text}, streaming stores" if streams else text
+
+
+def times_text(times_us: Iterable[tuple[Way, float]], memory: str) -> str:
+    """The times of candidates, the fastest first."""
+    ordered = sorted(times_us, key=lambda each: each[1])
+    return "; ".join(f"{way_text(way, memory)}: {us:.4g} us" for way, us in ordered)
+
+
+def class_bytes(case: Case) -> int:
+    """The size class of a case: the power of two that what a rank contributes fits into."""
+    contributed = case.sent * case.torch_dtype.itemsize
+    return 1 << max(0, contributed - 1).bit_length()
+
+
+def tuned_for(case: Case, memory: str, of_ranks: Sequence[Sequence[Tuned]]) -> Tuned | None:
+    """What the rank that chooses for a case has found; None where it goes as is usual.
+
+    Args:
+        case: it.
+        memory: where its buffers lie: "ordinary" or "symmetric".
+        of_ranks: what each rank knows, in rank order.
+    """
+    wanted = (case.collective, memory, case.ranks, class_bytes(case))
+    chooser = max(case.root, 0)  # rank 0 where the kind has no root
+    for each in of_ranks[chooser]:
+        if (each.kind, each.memory, each.ranks, each.bytes) == wanted:
+            return each
+    return None
