@@ -26,6 +26,7 @@
 #include "base/error.h"
 #include "collectives/group.h"
 #include "collectives/shared_memory/shared_memory.h"
+#include "collectives/shared_memory/tuning.h"
 #include "communicator/native/group_health.h"
 #include "communicator/operation.h"
 #include "communicator/operation_call.h"
@@ -135,8 +136,12 @@ class Ground {
     for (Doorbell& bell : bells_) {
       bells.push_back(&bell);
     }
+    // It reads what rank 0 chooses, damaged or not.
+    tunings_.push_back(std::make_unique<Tuning>(
+        rank, kSize, TuningLimits{kChunkBytes, false, std::nullopt}, TuningRhythm(), table_));
     return std::make_unique<Group>(rank, kSize, segment_, bells,
-                                   heaps_[static_cast<std::size_t>(rank)]);
+                                   heaps_[static_cast<std::size_t>(rank)], /*announcer=*/nullptr,
+                                   /*one_shot_bytes=*/std::nullopt, tunings_.back().get());
   }
 
  private:
@@ -146,6 +151,8 @@ class Ground {
   std::deque<SymmetricHeap> heaps_;
   std::vector<std::byte*> symmetric_;
   std::array<Doorbell, kSize> bells_{};
+  TuningTable table_;
+  std::vector<std::unique_ptr<Tuning>> tunings_;
 };
 
 // One rank's part of a collective, in buffers that are just long enough.

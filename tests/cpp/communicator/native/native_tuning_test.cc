@@ -37,34 +37,31 @@ CommunicatorPtr join_restless(const RankOfTest& self, const Environment& environ
 
 // Runs the cases again and again in another order each time, and checks each.
 void run_restlessly(const std::vector<PreparedCase>& cases, int size, int times,
-                    Placement placement, const Environment& environment = test_environment()) {
-  run_ranks(
-      size,
-      [&](RankOfTest& self) {
-        const CommunicatorPtr group = join_restless(self, environment);
-        const MemoryPtr heap = placement == Placement::kOrdinary
-                                   ? nullptr
-                                   : group->allocate(std::size_t{64} << 20, Device{});
-        CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
-                                 : std::span<std::byte>());
-        for (int time = 0; time < times; ++time) {
-          for (std::size_t i = 0; i < cases.size(); ++i) {
-            const std::uint64_t dice = mix(static_cast<std::uint64_t>(time) * 1000 + i);
-            const PreparedCase& each = cases[dice % cases.size()];
-            Operation operation = buffers.lay_out(each, self.rank, placement);
-            if (mix(dice + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
-              group->submit(std::move(operation))->wait();
-            } else {
-              group->run(std::move(operation));
-            }
-            const std::string wrong = buffers.check();
-            ASSERT_TRUE(wrong.empty())
-                << "rank " << self.rank << ", " << each.what.to_string() << ": " << wrong;
-          }
+                    Placement placement, const TuningRhythm& rhythm = kRestless) {
+  run_ranks(size, [&](RankOfTest& self) {
+    const CommunicatorPtr group = join_restless(self, test_environment(), rhythm);
+    const MemoryPtr heap = placement == Placement::kOrdinary
+                               ? nullptr
+                               : group->allocate(std::size_t{64} << 20, Device{});
+    CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
+                             : std::span<std::byte>());
+    for (int time = 0; time < times; ++time) {
+      for (std::size_t i = 0; i < cases.size(); ++i) {
+        const std::uint64_t dice = mix(static_cast<std::uint64_t>(time) * 1000 + i);
+        const PreparedCase& each = cases[dice % cases.size()];
+        Operation operation = buffers.lay_out(each, self.rank, placement);
+        if (mix(dice + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
+          group->submit(std::move(operation))->wait();
+        } else {
+          group->run(std::move(operation));
         }
-        group->run(barrier());
-      },
-      environment);
+        const std::string wrong = buffers.check();
+        ASSERT_TRUE(wrong.empty())
+            << "rank " << self.rank << ", " << each.what.to_string() << ": " << wrong;
+      }
+    }
+    group->run(barrier());
+  });
 }
 
 // What was timed, by kind and memory: pieces (0: one shot) and stores.
@@ -145,8 +142,10 @@ TEST_P(NativeTuning, TriesBothStoresOfLargeResults) {
     cases.push_back(prepare(any_case(kind, DType::kFloat32, ReduceOp::kSum, size, 900'000, ++seed),
                             size, SummationOrder::kRanks));
   }
+  // A session has eight operations of a kind.
+  constexpr TuningRhythm kShort{.uses_before_first = 0, .rounds = 1, .always_tries = true};
   for (const Placement placement : {Placement::kOrdinary, Placement::kHeap}) {
-    run_restlessly(cases, size, 30, placement);
+    run_restlessly(cases, size, 15, placement, kShort);
   }
   const auto found = timed(size);
   for (const TunedMemory memory : {TunedMemory::kOrdinary, TunedMemory::kSymmetric}) {
