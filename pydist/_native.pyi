@@ -141,6 +141,10 @@ class Communicator:
         """
         What the backend can do and what it guarantees.
         """
+    def check_shutdown(self) -> None:
+        """
+        Raises InvalidUsage where shutdown() would break a capture that is under way.
+        """
     def gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
@@ -175,7 +179,7 @@ class Communicator:
         """
     def shutdown(self) -> None:
         """
-        Lets the group go. Idempotent; never raises.
+        Lets the group go. Idempotent; raises what check_shutdown() does.
         """
     def split(self, ranks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> Communicator:
         """

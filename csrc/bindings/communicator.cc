@@ -517,8 +517,16 @@ void bind_communicator(py::module_& module) {
           [](Communicator& self, const std::string& message) { self.abort(Aborted(message)); },
           py::arg("message"), py::call_guard<ReleasedGil>(),
           "Fails the group, here and on every other rank.")
-      .def("shutdown", &Communicator::shutdown, py::call_guard<ReleasedGil>(),
-           "Lets the group go. Idempotent; never raises.")
+      .def("check_shutdown", &Communicator::check_shutdown, py::call_guard<ReleasedGil>(),
+           "Raises InvalidUsage where shutdown() would break a capture that is under way.")
+      .def(
+          "shutdown",
+          [](Communicator& self) {
+            self.check_shutdown();
+            self.shutdown();
+          },
+          py::call_guard<ReleasedGil>(),
+          "Lets the group go. Idempotent; raises what check_shutdown() does.")
       .def("whereabouts", &Communicator::whereabouts, py::call_guard<ReleasedGil>(),
            "What every rank of the group is in, a line each; empty where the backend cannot tell.")
       .def(

@@ -696,6 +696,7 @@ void TorchProcessGroup::abort() {
 }
 
 void TorchProcessGroup::shutdown() {
+  guarded_for_torch([&] { communicator_->check_shutdown(); });
   communicator_->shutdown();
   communicator_->wait_for_end(Deadline::in(kEndPatience));
 }

@@ -114,8 +114,7 @@ class FinishedInCapture : public Work {
     }
     const cuda::DeviceGuard guard(device_);
     // Which it is since then, or its capture is over.
-    const std::optional<cuda::Capture> now = cuda::Driver::get().capture_of(stream);
-    if (now && capture_ && now->id == capture_->id) {
+    if (capture_ && cuda::Driver::get().capture_of(stream) == capture_) {
       finished_.hold_back(stream);
     }
     return true;
@@ -126,7 +125,7 @@ class FinishedInCapture : public Work {
  private:
   const WorkPtr inner_;
   const int device_;
-  const std::optional<cuda::Capture> capture_;
+  const std::optional<std::uint64_t> capture_;
   const cuda::OwnedEvent finished_;
 };
 

@@ -171,6 +171,9 @@ class Communicator {
   // that rank; what is returned blames the one that keeps it waiting, where the backend can tell.
   [[nodiscard]] virtual Timeout with_keeper(const Timeout& late) const { return late; }
 
+  // Throws InvalidUsage where shutdown(), which refuses nothing, would break what the process does.
+  virtual void check_shutdown() const {}
+
   // Lets the group go: later calls throw InvalidUsage; peers that still wait for this rank fail
   // with PeerLost. Operations under way fail with Aborted. Idempotent; never throws.
   virtual void shutdown() noexcept = 0;

@@ -16,8 +16,6 @@ constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventDisableTiming = 2;
 constexpr int kCaptureModeRelaxed = 2;
-constexpr unsigned kUserObjectNoDestructorSync = 1;
-constexpr unsigned kGraphUserObjectMove = 1;
 constexpr int kMulticastSupported = 132;  // CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 // CU_STREAM_LEGACY, the other name of the null stream.
@@ -27,29 +25,34 @@ const Stream kStreamLegacy = reinterpret_cast<Stream>(1);
 }  // namespace
 
 // Those that are called. The names are the driver's own, with the versions that its headers choose.
+// clang-format off: a name a line
 #define PYDIST_FUNCTIONS(each)                                                                    \
-  each(cuInit, (unsigned)) each(cuDeviceGetCount, (int*)) each(cuDeviceGet, (int*, int)) each(    \
-      cuDeviceGetAttribute, (int*, int, int)) each(cuDevicePrimaryCtxRetain, (void**, int))       \
-      each(cuCtxGetCurrent, (void**)) each(cuCtxSetCurrent, (void*)) each(cuCtxSynchronize, ())   \
-          each(cuCtxGetStreamPriorityRange, (int*, int*)) each(                                   \
-              cuGetErrorString, (int, const char**)) each(cuStreamCreateWithPriority,             \
-                                                          (void**, unsigned, int))                \
-              each(cuStreamDestroy_v2, (void*)) each(                                             \
-                  cuStreamGetCaptureInfo_v2,                                                      \
-                  (void*, int*, std::uint64_t*, void**, const void***, std::size_t*))             \
-                  each(cuStreamQuery, (void*)) each(cuStreamWaitEvent, (void*, void*, unsigned))  \
-                      each(cuEventCreate, (void**, unsigned)) each(cuEventDestroy_v2, (void*))    \
-                          each(cuEventRecord, (void*, void*)) each(cuEventQuery, (void*))         \
-                              each(cuMemcpyAsync, (std::size_t, std::size_t, std::size_t, void*)) \
-                                  each(cuMemAlloc_v2, (std::size_t*, std::size_t))                \
-                                      each(cuMemFree_v2, (std::size_t))                           \
-                                          each(cuMemGetInfo_v2, (std::size_t*, std::size_t*))     \
-                                              each(cuThreadExchangeStreamCaptureMode, (int*))     \
-                                                  each(cuUserObjectCreate,                        \
-                                                       (void**, void*, void (*)(void*), unsigned, \
-                                                        unsigned))                                \
-                                                      each(cuGraphRetainUserObject,               \
-                                                           (void*, void*, unsigned, unsigned))
+  each(cuInit, (unsigned))                                                                        \
+  each(cuDeviceGetCount, (int*))                                                                  \
+  each(cuDeviceGet, (int*, int))                                                                  \
+  each(cuDeviceGetAttribute, (int*, int, int))                                                    \
+  each(cuDevicePrimaryCtxRetain, (void**, int))                                                   \
+  each(cuCtxGetCurrent, (void**))                                                                 \
+  each(cuCtxSetCurrent, (void*))                                                                  \
+  each(cuCtxSynchronize, ())                                                                      \
+  each(cuCtxGetStreamPriorityRange, (int*, int*))                                                 \
+  each(cuGetErrorString, (int, const char**))                                                     \
+  each(cuStreamCreateWithPriority, (void**, unsigned, int))                                       \
+  each(cuStreamDestroy_v2, (void*))                                                               \
+  each(cuStreamGetCaptureInfo_v2,                                                                 \
+       (void*, int*, std::uint64_t*, void**, const void***, std::size_t*))                        \
+  each(cuStreamQuery, (void*))                                                                    \
+  each(cuStreamWaitEvent, (void*, void*, unsigned))                                               \
+  each(cuEventCreate, (void**, unsigned))                                                         \
+  each(cuEventDestroy_v2, (void*))                                                                \
+  each(cuEventRecord, (void*, void*))                                                             \
+  each(cuEventQuery, (void*))                                                                     \
+  each(cuMemcpyAsync, (std::size_t, std::size_t, std::size_t, void*))                             \
+  each(cuMemAlloc_v2, (std::size_t*, std::size_t))                                                \
+  each(cuMemFree_v2, (std::size_t))                                                               \
+  each(cuMemGetInfo_v2, (std::size_t*, std::size_t*))                                             \
+  each(cuThreadExchangeStreamCaptureMode, (int*))
+// clang-format on
 
 struct Driver::Functions {
 #define PYDIST_DECLARE(name, arguments) int(*name) arguments;
@@ -147,28 +150,17 @@ void Driver::destroy_stream(Stream stream, Context context) const noexcept {
   in_context(functions_, context, [&] { functions_.cuStreamDestroy_v2(stream); });
 }
 
-std::optional<Capture> Driver::capture_of(Stream stream) const {
+std::optional<std::uint64_t> Driver::capture_of(Stream stream) const {
   // Not even asked: the answer is an error while a stream is captured that waits for the legacy
   // one.
   if (stream == nullptr || stream == kStreamLegacy) {
     return std::nullopt;
   }
   int status = 0;
-  Capture capture{};
-  check(functions_.cuStreamGetCaptureInfo_v2(stream, &status, &capture.id, &capture.graph, nullptr,
-                                             nullptr),
+  std::uint64_t id = 0;
+  check(functions_.cuStreamGetCaptureInfo_v2(stream, &status, &id, nullptr, nullptr, nullptr),
         "tell whether a stream is captured");
-  return status == 0 ? std::nullopt : std::optional(capture);
-}
-
-void Driver::when_gone(Graph graph, HostFunction function, void* argument) const {
-  void* object = nullptr;
-  check(functions_.cuUserObjectCreate(&object, argument, function, 1, kUserObjectNoDestructorSync),
-        "make an object of a graph");
-  // The graph takes over the one reference. Where it does not, the object stays: to let go of it
-  // would call the function.
-  check(functions_.cuGraphRetainUserObject(graph, object, 1, kGraphUserObjectMove),
-        "give a graph an object");
+  return status == 0 ? std::nullopt : std::optional(id);
 }
 
 bool Driver::is_idle(Stream stream) const {

@@ -17,15 +17,7 @@ namespace pydist::cuda {
 // As the driver declares them; a null stream is the legacy default stream.
 using Stream = void*;
 using Event = void*;
-using Graph = void*;
 using Context = void*;
-using HostFunction = void (*)(void*);
-
-// A capture into a graph that is under way.
-struct Capture {
-  std::uint64_t id;  // no other of this process has it
-  Graph graph;       // for as long as the capture goes on
-};
 
 struct Room {
   std::size_t free_bytes = 0;
@@ -46,12 +38,10 @@ class Driver {
   [[nodiscard]] Stream create_stream() const;
   // On any thread; `context` is the one that it was made in.
   void destroy_stream(Stream stream, Context context) const noexcept;
-  // The legacy default stream is never captured.
-  [[nodiscard]] std::optional<Capture> capture_of(Stream stream) const;
+  // The number, which no other of this process has, of the capture into a graph that the stream is
+  // part of. The legacy default stream is never captured.
+  [[nodiscard]] std::optional<std::uint64_t> capture_of(Stream stream) const;
   [[nodiscard]] bool is_capturing(Stream stream) const { return capture_of(stream).has_value(); }
-  // Calls `function` once the graph of a capture, and all that was instantiated from it, is gone:
-  // on a thread of CUDA's, on which CUDA may not be called.
-  void when_gone(Graph graph, HostFunction function, void* argument) const;
   // Whether all that was put on the stream is done. Throws where some of it has failed.
   [[nodiscard]] bool is_idle(Stream stream) const;
 

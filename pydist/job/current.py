@@ -135,6 +135,13 @@ class Job:
         """Whether `world` is a communicator."""
         return self.world is not _not_joined
 
+    def check_close(self) -> None:
+        """Raises InvalidUsage where `close` would break a capture into a CUDA graph."""
+        if self.pid == os.getpid() and self.membership is not None:
+            made = [self.membership.communicator, *self.split, *self.bootstrapped.values()]
+            for communicator in made:
+                communicator.check_shutdown()
+
     def close(self) -> None:
         """Lets go of every communicator made for it; those of torch's own groups stay with torch.
 

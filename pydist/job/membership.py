@@ -325,8 +325,8 @@ def shutdown() -> None:
 
     Runs at exit by itself. Destroys torch.distributed's default group if pydist made it; one that
     the script made stays. Operations under way fail with Aborted; ranks that still wait for this
-    one fail with PeerLost. May be called twice, and before `init`. In a process that was forked
-    from a rank amid its job it ends nothing: that is the rank's.
+    one fail with PeerLost. May be called twice, and before `init`; in a forked child it ends
+    nothing. Raises InvalidUsage while a CUDA graph is captured that holds operations of pydist's.
 
     Example:
         >>> import pydist
@@ -337,14 +337,14 @@ def shutdown() -> None:
     """
     with lock:
         is_own, member = current.job.pid == os.getpid(), current.job.membership
+        current.job.check_close()
         atexit.unregister(_leave_at_exit)
         last_words.forget()
         kept = _agreement_of_script()
         current.replace()
         current.job.agreement = kept
-        # The parent's job is the parent's to leave.
         if not is_own:
-            return
+            return  # the parent's job is the parent's to leave
         if member is None:
             if not dist.is_initialized():
                 _native.release_process()  # what groups that could not be made have left

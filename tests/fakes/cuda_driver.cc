@@ -148,11 +148,6 @@ struct Event {
   long captured_point = kNotCaptured;
 };
 
-struct UserObject {
-  void (*destroy)(void*);
-  void* argument;
-};
-
 struct Node {
   Job job;  // none for an event
   std::vector<std::size_t> after;
@@ -166,7 +161,6 @@ struct Capture {
   std::map<void*, std::vector<std::size_t>> ends;  // of each stream: its next node comes after them
   std::vector<Node> nodes;
   bool is_broken = false;
-  std::vector<UserObject*> objects;
 
   // Returns the node's name among those of all captures.
   long add(void* stream, Job job) {
@@ -230,9 +224,9 @@ struct State {
   std::mutex mutex;
   std::map<void*, void*> streams;  // with their contexts
   std::set<void*> events;
-  std::map<void*, long> memory;  // with the bytes
-  std::unique_ptr<Capture> capture;
-  std::uint64_t captures = 0;
+  std::map<void*, long> memory;                    // with the bytes
+  std::vector<std::unique_ptr<Capture>> captures;  // under way, in the order of their beginnings
+  std::uint64_t captures_begun = 0;
   std::unique_ptr<Queue> legacy;
   std::vector<void*> kept;  // queues, which are never destroyed
   std::set<Capture*> graphs;
@@ -244,45 +238,52 @@ State& state() {
 }
 
 // Under the lock.
-bool is_captured_now(void* stream) {
-  const State& now = state();
-  return now.capture != nullptr && now.capture->ends.count(stream) != 0;
+Capture* capture_of(void* stream) {
+  for (const auto& each : state().captures) {
+    if (each->ends.count(stream) != 0) {
+      return each.get();
+    }
+  }
+  return nullptr;
 }
 
 bool is_captured(void* stream) {
   const std::lock_guard lock(state().mutex);
-  return is_captured_now(stream);
+  return capture_of(stream) != nullptr;
 }
 
 // What an event is to remember of the stream.
 long captured_point(void* stream) {
   const std::lock_guard lock(state().mutex);
-  return is_captured_now(stream) ? state().capture->add(stream, nullptr) : kNotCaptured;
+  Capture* const capture = capture_of(stream);
+  return capture != nullptr ? capture->add(stream, nullptr) : kNotCaptured;
 }
 
 // Whether it was, because the stream is captured.
 bool record(void* stream, const Job& job) {
   const std::lock_guard lock(state().mutex);
-  if (!is_captured_now(stream)) {
-    return false;
+  Capture* const capture = capture_of(stream);
+  if (capture != nullptr) {
+    capture->add(stream, job);
   }
-  state().capture->add(stream, job);
-  return true;
+  return capture != nullptr;
+}
+
+// Under the lock.
+int break_captures() {
+  for (const auto& each : state().captures) {
+    each->is_broken = true;
+  }
+  return kCaptureUnsupported;
 }
 
 bool permits_unsafe_call() {
   const std::lock_guard lock(state().mutex);
-  if (state().capture == nullptr || capture_mode == kCaptureModeRelaxed) {
+  if (state().captures.empty() || capture_mode == kCaptureModeRelaxed) {
     return true;
   }
-  state().capture->is_broken = true;
+  break_captures();
   return false;
-}
-
-// Under the lock.
-int break_capture() {
-  state().capture->is_broken = true;
-  return kCaptureUnsupported;
 }
 
 // Whether it has been made, and not destroyed.
@@ -359,10 +360,10 @@ int fake_driver_faults() { return faults.load(); }
 
 void fake_driver_begin_capture(void* stream) {
   const std::lock_guard lock(state().mutex);
-  state().capture = std::make_unique<Capture>();
-  state().capture->id = ++state().captures;
-  state().capture->origin = stream;
-  state().capture->ends[stream] = {};
+  Capture& capture = *state().captures.emplace_back(std::make_unique<Capture>());
+  capture.id = ++state().captures_begun;
+  capture.origin = stream;
+  capture.ends[stream] = {};
 }
 
 int fake_driver_is_captured(void* stream) { return is_captured(stream) ? 1 : 0; }
@@ -371,18 +372,25 @@ long fake_driver_captured_point(void* stream) { return captured_point(stream); }
 
 int fake_driver_join_capture(void* stream, long point) {
   const std::lock_guard lock(state().mutex);
-  if (state().capture == nullptr || !state().capture->has(point)) {
-    return 0;
+  for (const auto& each : state().captures) {
+    Capture* const other = capture_of(stream);
+    if (each->has(point) && (other == nullptr || other == each.get())) {
+      each->ends[stream].push_back(static_cast<std::size_t>(point % Capture::kMostNodes));
+      return 1;
+    }
   }
-  state().capture->ends[stream].push_back(static_cast<std::size_t>(point % Capture::kMostNodes));
-  return 1;
+  return 0;
 }
 
-void* fake_driver_end_capture(void* /*stream*/) {
+void* fake_driver_end_capture(void* stream) {
   Capture* capture = nullptr;
   {
     const std::lock_guard lock(state().mutex);
-    capture = state().capture.release();
+    auto& captures = state().captures;
+    const auto found = std::find_if(captures.begin(), captures.end(),
+                                    [&](const auto& each) { return each->origin == stream; });
+    capture = found->release();
+    captures.erase(found);
     state().graphs.insert(capture);
   }
   if (capture->is_broken || !capture->is_joined()) {
@@ -404,7 +412,7 @@ int fake_driver_permits_unsafe_call() { return permits_unsafe_call() ? 1 : 0; }
 
 const void* fake_driver_capture() {
   const std::lock_guard lock(state().mutex);
-  return state().capture.get();
+  return state().captures.empty() ? nullptr : state().captures.front().get();
 }
 
 int fake_driver_record(void* stream, const Job* job) { return record(stream, *job) ? 1 : 0; }
@@ -414,10 +422,6 @@ void fake_driver_destroy_graph(void* handle) {
   {
     const std::lock_guard lock(state().mutex);
     state().graphs.erase(graph);
-  }
-  for (UserObject* const object : graph->objects) {
-    object->destroy(object->argument);
-    delete object;
   }
   delete graph;
 }
@@ -486,8 +490,8 @@ int cuCtxSynchronize() {
   std::set<void*> foreign;
   {
     const std::lock_guard lock(state().mutex);
-    if (state().capture != nullptr) {
-      return break_capture();  // in any mode
+    if (!state().captures.empty()) {
+      return break_captures();  // in any mode
     }
     own = state().streams;
     foreign = state().foreign;
@@ -541,36 +545,23 @@ int cuStreamDestroy_v2(void* stream) {
   return kSuccess;
 }
 
-int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void** graph,
-                              const void***, std::size_t*) {
+int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void**, const void***,
+                              std::size_t*) {
   require_own_process();
   if (!has_context()) {
     return kInvalidContext;
   }
   const std::lock_guard lock(state().mutex);
-  Capture* const capture = state().capture.get();
   // Every stream of the fake is one that the legacy stream waits for.
-  if (capture != nullptr && stream == nullptr) {
+  if (!state().captures.empty() && stream == nullptr) {
     return kCaptureImplicit;
   }
-  *status = is_captured_now(stream) ? 1 : 0;
-  if (*status != 0) {
+  const Capture* const capture = capture_of(stream);
+  *status = capture != nullptr ? 1 : 0;
+  if (capture != nullptr) {
     *id = capture->id;
-    *graph = capture;
   }
   return kSuccess;
-}
-
-int cuUserObjectCreate(void** object, void* argument, void (*destroy)(void*), unsigned count,
-                       unsigned flags) {
-  *object = new UserObject{destroy, argument};
-  return count == 1 && flags == 1 ? kSuccess : kInvalidValue;
-}
-
-int cuGraphRetainUserObject(void* graph, void* object, unsigned count, unsigned flags) {
-  const std::lock_guard lock(state().mutex);
-  static_cast<Capture*>(graph)->objects.push_back(static_cast<UserObject*>(object));
-  return count == 1 && flags == 1 ? kSuccess : kInvalidValue;
 }
 
 int cuStreamQuery(void* stream) {
@@ -579,8 +570,8 @@ int cuStreamQuery(void* stream) {
     if (state().streams.count(stream) == 0) {
       return kInvalidHandle;
     }
-    if (is_captured_now(stream)) {
-      return break_capture();  // in any mode
+    if (capture_of(stream) != nullptr) {
+      return break_captures();  // in any mode
     }
   }
   if (!permits_unsafe_call()) {
@@ -656,7 +647,7 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   }
   if (is_captured(stream)) {
     const std::lock_guard lock(state().mutex);
-    break_capture();
+    break_captures();
     return kCaptureIsolation;
   }
   post(stream, [mark] { mark->wait(); });
@@ -671,7 +662,7 @@ int cuEventQuery(void* handle) {
   const std::lock_guard lock(event.mutex);
   if (event.captured_point != kNotCaptured) {
     const std::lock_guard state_lock(state().mutex);
-    return state().capture == nullptr ? kCaptureUnsupported : break_capture();
+    return break_captures();
   }
   if (!permits_unsafe_call()) {
     return kCaptureUnsupported;

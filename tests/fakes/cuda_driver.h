@@ -15,14 +15,15 @@ void fake_driver_enqueue(void* stream, const std::function<void()>* job);
 void fake_driver_delay_us(int longest);
 
 // Capture into a graph: what is put on the stream, and on those that wait for it, is kept instead
-// of run. One at a time.
+// of run.
 void fake_driver_begin_capture(void* stream);
-// Null if a call has broken the capture, or a stream was not waited for that has joined it.
+// Of the stream that has begun it. Null if a call has broken the capture, or a stream was not
+// waited for that has joined it.
 void* fake_driver_end_capture(void* stream);
 // In as other an order than that of recording as streams, and what they waited for, allow: of what
 // may come next, always what was recorded last.
 void fake_driver_replay(void* graph, void* stream);
-// With what the graph was given; it must not be under way.
+// It must not be under way.
 void fake_driver_destroy_graph(void* graph);
 
 // Whether to ask an event is to wait for it, as it does on a thread that another one keeps from the
@@ -42,10 +43,10 @@ int fake_driver_reserve(long bytes);
 // (cuThreadExchangeStreamCaptureMode); otherwise the capture breaks.
 int fake_driver_permits_unsafe_call();
 
-// The capture that is under way; null where there is none.
+// The first capture that is under way; null where there is none.
 const void* fake_driver_capture();
 
-// Whether the stream is part of it.
+// Whether the stream is part of a capture.
 int fake_driver_is_captured(void* stream);
 // What the stream has been given so far, as an event captures it; negative where it is not part of
 // a capture. And makes a stream wait for that, and so a part of the capture: 0 where that capture

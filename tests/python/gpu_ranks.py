@@ -87,7 +87,7 @@ class Graph:
         if IS_REAL:
             self._capture.__exit__(*error)
             return
-        self._jobs = self._driver.fake_driver_end_capture(None)
+        self._jobs = self._driver.fake_driver_end_capture(ctypes.c_void_p(self._stream.handle))
         self._stream.__exit__(*error)
         is_whole = self._jobs is not None or error[0] is not None
         assert is_whole, "a call that is not permitted has broken the capture, or it is not joined"

@@ -4,7 +4,7 @@
 //        │            │      the group fails, or is shut down
 //        └─────┬──────┘
 //              v
-//           kEnding <─────────> kHeldBack
+//           kEnding
 //           │  │  │
 //           │  │  └──> kFinalizing       ends in good order
 //           │  v        │    │
@@ -31,12 +31,11 @@ enum class LifeStep : std::uint8_t {
   kJoining,     // the ranks meet
   kOpen,        // there are launches
   kEnding,      // somebody has taken it upon them to end it
-  kHeldBack,    // the end has nothing to free, and waits for captures
   kFinalizing,  // NCCL has been told to end it
   kAborting,    // NCCL has been told to break off the operations under way
   kEnded,       // there is none any more
 };
-inline constexpr int kLifeStepCount = 7;
+inline constexpr int kLifeStepCount = 6;
 
 class CommunicatorLife {
  public:
@@ -51,8 +50,7 @@ class CommunicatorLife {
       case LifeStep::kOpen:
         return from == LifeStep::kJoining;
       case LifeStep::kEnding:
-        return from == LifeStep::kJoining || from == LifeStep::kOpen || from == LifeStep::kHeldBack;
-      case LifeStep::kHeldBack:
+        return from == LifeStep::kJoining || from == LifeStep::kOpen;
       case LifeStep::kFinalizing:
         return from == LifeStep::kEnding;
       case LifeStep::kAborting:

@@ -67,7 +67,7 @@ void KeptBuffers::release() noexcept {
     return;  // another thread is at it
   }
   try {
-    if (StreamsOfProcess::of_process().are_captured()) {
+    if (StreamsOfProcess::of_process().capture()) {
       return;
     }
     std::vector<Holding::iterator> known;

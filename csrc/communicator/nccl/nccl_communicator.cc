@@ -21,6 +21,7 @@
 #include "communicator/nccl/nccl_collectives.h"
 #include "communicator/nccl/nccl_group.h"
 #include "communicator/nccl/nccl_watchdog.h"
+#include "communicator/nccl/streams_of_process.h"
 #include "communicator/open_communicators.h"
 #include "communicator/peers/endpoint.h"
 #include "cuda/device_memory.h"
@@ -206,6 +207,7 @@ class NcclCommunicator final : public Communicator {
       return host_->allocate(bytes, device);
     }
     require_own(device, "allocate");
+    require_no_capture(join("allocate on the group '", name(), "'"), options_.device);
     std::shared_ptr<NcclMemory> memory;
     std::string complaint;
     try {
@@ -256,6 +258,12 @@ class NcclCommunicator final : public Communicator {
       return error;
     }
     return host_->failure();
+  }
+
+  void check_shutdown() const override {
+    if (!is_closed_) {
+      require_no_capture(join("shutdown of the group '", name(), "'"), options_.device);
+    }
   }
 
   void shutdown() noexcept override {
@@ -409,15 +417,6 @@ class NcclCommunicator final : public Communicator {
   std::atomic<bool> is_closed_{false};
 };
 
-// Once in a process, whatever its groups.
-void warn_of_no_kernels(const std::string& group, const std::string& why) {
-  static std::atomic<bool> has_warned{false};
-  if (!has_warned.exchange(true)) {
-    log_line(LogLevel::kWarning,
-             join("group '", group, "' does without pydist's CUDA kernels: ", why));
-  }
-}
-
 // Throws on all ranks where one has no NCCL. Which way an operation takes depends on whether there
 // are kernels, so all ranks have them or none uses any. Collective.
 void use_what_all_have(Communicator& control, NcclOptions& options) {
@@ -430,15 +429,19 @@ void use_what_all_have(Communicator& control, NcclOptions& options) {
   if (!lack) {
     return;
   }
+  const std::string group = join("group '", options.host->name(), "'");
   if (options.why_no_kernels.empty()) {
-    options.why_no_kernels = join("rank ", lack->rank, " of group '", options.host->name(),
-                                  "' cannot use them: ", lack->text);
+    options.why_no_kernels =
+        join("rank ", lack->rank, " of ", group, " cannot use them: ", lack->text);
   }
   options.kernels = nullptr;
-  warn_of_no_kernels(options.host->name(), options.why_no_kernels);
+  static std::atomic<bool> has_warned{false};  // once in a process, whatever its groups
+  if (!has_warned.exchange(true)) {
+    log_line(LogLevel::kWarning,
+             join(group, " does without pydist's CUDA kernels: ", options.why_no_kernels));
+  }
 }
 
-// NCCL's own variable overrides what a communicator is configured with.
 void warn_of_blocking_communicators() {
   static std::atomic<bool> has_warned{false};
   const char* const text = std::getenv("NCCL_COMM_BLOCKING");
@@ -456,13 +459,9 @@ void let_go_of_nccl() noexcept {
     return;  // all of it is the parent's, and a driver may wait there for threads of the parent's
   }
   LateEnds::of_process().join();
-  log_errors_of([] {
-    if (!NcclGroup::is_any_captured()) {
-      KeptBuffers::of_process().release();
-      LateEnds::of_process().join(Deadline::in(kFreePatience));
-      FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
-    }
-  });
+  KeptBuffers::of_process().release();
+  LateEnds::of_process().join(Deadline::in(kFreePatience));
+  FreedDeviceMemory::of_process().free_all(Deadline::in(kFreePatience));
 }
 
 CommunicatorPtr create_nccl_communicator(NcclOptions options) {
@@ -471,6 +470,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   static const GroupAtWork for_ever;
   PYDIST_CHECK(options.host != nullptr && (options.api == nullptr) != options.why_no_api.empty());
   PYDIST_CHECK((options.kernels == nullptr) != options.why_no_kernels.empty());
+  require_no_capture(join("joining the group '", options.host->name(), "'"), options.device);
   warn_of_blocking_communicators();
   const Deadline deadline = Deadline::in(options.host->timeout());
   if (options.endpoint == nullptr) {

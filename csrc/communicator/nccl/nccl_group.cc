@@ -309,8 +309,7 @@ WorkPtr NcclGroup::launch(Launch launch, const std::function<void()>& enqueue) {
   std::shared_ptr<LaunchedWork> work;
   try {
     const cuda::DeviceGuard guard(device_);
-    work = std::make_shared<LaunchedWork>(weak_from_this(), device_,
-                                          capture_ ? std::optional(capture_->id) : std::nullopt);
+    work = std::make_shared<LaunchedWork>(weak_from_this(), device_, capture_);
     entry.work = work;
     for (nccl::StreamHandle each : launch.streams) {
       work->event().record(each);

@@ -49,7 +49,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -134,8 +133,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Whether that capture holds the stream, and so goes on.
   [[nodiscard]] bool is_captured_by(std::uint64_t capture) const {
     const cuda::DeviceGuard guard(device_);
-    const std::optional<cuda::Capture> now = cuda::Driver::get().capture_of(stream());
-    return now && now->id == capture;
+    return cuda::Driver::get().capture_of(stream()) == capture;
   }
   // Checks what NCCL has returned, and waits while it is setting up connections.
   void check(nccl::Result result, const char* what);
@@ -147,9 +145,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
   // Device memory for the time of one launch, reused by the next, and there since the group was
-  // joined: a rank that finds no room for it in the middle of a launch would fail all. Of its own
-  // for each CUDA graph, since a replay overlaps with other graphs and with launches. What takes
-  // more is done in pieces.
+  // joined: a rank that finds no room for it in the middle of a launch would fail all. Graphs have
+  // a second block, since a replay overlaps with launches. What takes more is done in pieces.
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
@@ -171,10 +168,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool deregister(void* registration) noexcept;
 
   // Frees what this process has let go of on the device (freed_device_memory.h); keeps it where a
-  // group is busy there for longer, or a capture that somebody knows of is under way.
+  // group is busy there for longer.
   void free_now();
-  // Whether a launch of any group of this process is part of a capture that is under way.
-  [[nodiscard]] static bool is_any_captured();
 
   // -- health
   [[nodiscard]] std::exception_ptr failure() const;
@@ -191,8 +186,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Waits for the operations under way; fails the group where they take too long. See Note [How a
   // group ends]. Idempotent.
   void end() noexcept;
-  // After end(): until NCCL's communicator has ended, too; `deadline` at most, and not where
-  // captures hold that up. On all ranks at about the same time, as NCCL waits for the neighbours.
+  // After end(): until NCCL's communicator has ended, too; `deadline` at most. On all ranks at
+  // about the same time, as NCCL waits for the neighbours.
   void wait_for_end(Deadline deadline) const noexcept;
 
  private:
@@ -201,7 +196,6 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   static constexpr std::chrono::milliseconds kVainPatience{500};
 
   class LaunchedWork;
-  struct GraphScratch;
   struct UnderWay {
     std::shared_ptr<LaunchedWork> work;
     Deadline deadline;
@@ -236,12 +230,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool has_word();
   void wait_for_launches() const noexcept;
   void allocate_scratch();
-  [[nodiscard]] std::byte* scratch_of_graph();
   void free_scratch() noexcept;
-  // Waits for the replays of captured operations, and watches meanwhile. Returns whether they
-  // ended.
-  [[nodiscard]] bool finish_replays(Deadline deadline);
-  void wait_for_captures() noexcept;
   void end_communicator();
   void abort_communicator();
   // Ends the operations under way with the failure; keeps their buffers, unless the stream is known
@@ -256,8 +245,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   [[nodiscard]] bool begin_end();
   // Runs `end` on a thread of its own; the operations under way finish after it.
   void end_on_thread(std::function<void()> end) noexcept;
-  // Waits until nothing of an ended group is on its stream any more; returns whether that is so. If
-  // the end waits for captures it is, because the end does that only when nothing is on the stream.
+  // Waits until nothing of an ended group is on its stream any more; returns whether that is so.
   [[nodiscard]] bool wait_until_quiet(Deadline deadline) const noexcept;
   [[nodiscard]] bool has_ended() const noexcept { return life_.now() == LifeStep::kEnded; }
   // Under the lock, so that nobody who holds it sees two steps.
@@ -287,7 +275,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::shared_ptr<const cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;                  // from joining on, until the end
-  std::optional<cuda::Capture> capture_;          // by the launching thread
+  std::byte* graph_scratch_ = nullptr;            // from the first graph that needs it on
+  std::optional<std::uint64_t> capture_;          // by the launching thread
   Deadline launching_until_ = Deadline::never();  // by the launching thread
   std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors
   std::mutex settle_mutex_;  // held while events are queried; locked before mutex_
@@ -299,10 +288,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // The same without captured operations, so that all ranks give an operation the same number,
   // whatever they have recorded into graphs. And the number of the operation that is being
   // launched.
-  std::uint64_t turn_ = 0;                             // guarded by mutex_
-  std::uint64_t launching_turn_ = 0;                   // guarded by mutex_
-  FailureRecord failure_;                              // set under mutex_
-  std::map<std::uint64_t, std::byte*> graph_scratch_;  // guarded by mutex_; by capture
+  std::uint64_t turn_ = 0;                 // guarded by mutex_
+  std::uint64_t launching_turn_ = 0;       // guarded by mutex_
+  FailureRecord failure_;                  // set under mutex_
   std::optional<Deadline> vain_until_;     // guarded by mutex_; once a rank has died or left
   std::optional<Deadline> name_until_;     // guarded by mutex_; once NCCL has failed
   std::optional<Deadline> word_until_;     // guarded by mutex_; once something is wrong

@@ -26,9 +26,6 @@ using nccl::Result;
 using std::chrono::microseconds;
 using std::chrono::milliseconds;
 
-// How long the end of a communicator waits for captures, in Options::end_patience.
-constexpr int kCapturePatience = 6;
-
 }  // namespace
 
 std::exception_ptr NcclGroup::failure() const {
@@ -76,44 +73,17 @@ void NcclGroup::fail(const std::exception_ptr& error) noexcept {
   }
 }
 
-// To end a communicator, NCCL waits for streams and frees memory, on threads of its own. That
-// breaks every capture in global mode, and nothing that the calling thread sets prevents it. If
-// nothing of the group is on the GPU, only shutdown() and the same threads of the peers wait for
-// its end, and all of them have deadlines. So the end waits until no capture is under way: a
-// capture takes as long as the host's part of a step, seconds at most. The wait has a limit,
-// because a capture that nobody ends would keep the memory.
-void NcclGroup::wait_for_captures() noexcept {
-  const Deadline deadline = Deadline::in(kCapturePatience * end_patience_);
-  // Where CUDA itself fails, no capture goes on.
-  log_errors_of([&] {
-    while (is_any_captured() && !deadline.has_passed()) {
-      if (life_.now() == LifeStep::kEnding) {
-        step_to(LifeStep::kHeldBack);
-      }
-      std::this_thread::sleep_for(milliseconds(1));
-    }
-  });
-  if (life_.now() == LifeStep::kHeldBack) {
-    step_to(LifeStep::kEnding);
-  }
-}
-
 void NcclGroup::abort_communicator() {
   wait_for_launches();
   if (comm_ == nullptr) {
     return;
-  }
-  // An abort that has to free a waiting thread goes on at once. Nothing asks the driver, which may
-  // not answer before the abort.
-  if (!is_launching_ && !is_under_way() && !has_broken_off_) {
-    wait_for_captures();
   }
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
   step_to(LifeStep::kAborting);
   static_cast<void>(api_->functions().ncclCommAbort(comm_));
   // The kernels have been told to end. The callers that wait will get back the buffers that the
-  // kernels use. Asking would break a capture, and nothing that is captured runs.
+  // kernels use. A captured stream can't be asked, and nothing that is captured runs.
   const Deadline patience = Deadline::in(end_patience_ / 2);
   while (!cuda::Driver::get().is_capturing(stream()) && !cuda::Driver::get().is_idle(stream()) &&
          !patience.has_passed()) {
@@ -181,10 +151,7 @@ bool NcclGroup::is_at_rest() const noexcept {
 }
 
 bool NcclGroup::wait_until_quiet(Deadline deadline) const noexcept {
-  while (life_.now() != LifeStep::kHeldBack) {
-    if (is_at_rest()) {
-      return true;
-    }
+  while (!is_at_rest()) {
     if (has_ended() || deadline.has_passed()) {
       return false;
     }
@@ -226,7 +193,7 @@ void NcclGroup::wait_for_end(Deadline deadline) const noexcept {
     deadline = life_.has_begun_to_end() ? deadline.earlier_of(ending_until_)
                                         : Deadline::in(milliseconds::zero());
   }
-  while (!has_ended() && life_.now() != LifeStep::kHeldBack && !deadline.has_passed()) {
+  while (!has_ended() && !deadline.has_passed()) {
     std::this_thread::sleep_for(milliseconds(1));
   }
 }
@@ -274,36 +241,8 @@ void NcclGroup::drain(Deadline deadline) {
   }
 }
 
-// Replays run on the callers' streams, so only the end of all work on the device tells that they
-// are over. To wait for that breaks captures on other threads. It happens on a thread of its own,
-// because it takes as long as a replay hangs.
-bool NcclGroup::finish_replays(Deadline deadline) {
-  while (is_any_captured()) {
-    if (deadline.has_passed()) {
-      return true;  // it cannot be known
-    }
-    std::this_thread::sleep_for(milliseconds(1));
-  }
-  const auto is_over = std::make_shared<std::atomic<bool>>(false);
-  const auto ask = [device = device_, is_over] {
-    log_errors_of([&] {
-      const cuda::DeviceGuard guard(device);
-      cuda::Driver::get().synchronize();
-    });
-    *is_over = true;
-  };
-  LateEnds::of_process().start("pydist-nccl-syn", ask, deadline, "");
-  while (!*is_over && failure() == nullptr && !deadline.has_passed()) {
-    settle();
-    watch();
-    std::this_thread::sleep_for(microseconds(200));
-  }
-  return *is_over;
-}
-
 // Ends NCCL's communicator in good order, or aborts it if the orderly end takes too long.
 void NcclGroup::end_communicator() {
-  wait_for_captures();
   const cuda::DeviceGuard guard(device_);
   const cuda::RelaxedCapture relaxed;
   {
@@ -338,22 +277,11 @@ void NcclGroup::end() noexcept {
     watch();
     std::this_thread::sleep_for(microseconds(200));
   }
-  const auto give_up = [this](const char* what) {
+  if (!is_quiet()) {
     fail(make_error(ErrorKind::kAborted,
                     pydist::join("The group '", control_->name(), "' was shut down on rank ",
-                                 rank(), " while ", what, " was under way."),
+                                 rank(), " while an operation was under way."),
                     own_blame(rank(), in_words(own_departure()))));
-  };
-  if (!is_quiet()) {
-    give_up("an operation");
-  }
-  if (has_captured_ && failure() == nullptr) {
-    // It fails where no thread is to be had.
-    log_errors_of([&] {
-      if (!finish_replays(deadline)) {
-        give_up("a CUDA graph with its operations");
-      }
-    });
   }
   bool has_come_to_rest = true;
   bool is_in_order = false;

@@ -5,7 +5,11 @@
 #include <thread>
 
 #include "base/deadline.h"
+#include "base/error.h"
+#include "base/fork.h"
 #include "base/log.h"
+#include "communicator/departure.h"
+#include "cuda/device_memory.h"
 #include "cuda/driver.h"
 
 namespace pydist {
@@ -13,11 +17,6 @@ namespace pydist {
 StreamsOfProcess& StreamsOfProcess::of_process() {
   static auto* const streams = new StreamsOfProcess;  // see open_communicators.cc
   return *streams;
-}
-
-bool StreamsOfProcess::Entry::is_captured() const {
-  const cuda::DeviceGuard guard(device);
-  return cuda::Driver::get().is_capturing(stream->get());
 }
 
 bool is_idle(const cuda::OwnedStream& stream, int device) {
@@ -46,10 +45,27 @@ void StreamsOfProcess::prune() noexcept {
   });
 }
 
-bool StreamsOfProcess::are_captured() {
+std::optional<std::uint64_t> StreamsOfProcess::capture() {
   const std::lock_guard lock(mutex_);
-  return std::any_of(streams_.begin(), streams_.end(),
-                     [](const Entry& each) { return each.is_captured(); });
+  for (const Entry& each : streams_) {
+    const cuda::DeviceGuard guard(each.device);
+    if (const auto capture = cuda::Driver::get().capture_of(each.stream->get())) {
+      return capture;
+    }
+  }
+  return std::nullopt;
+}
+
+void require_no_capture(std::string_view what, int device) {
+  if (in_forked_child() || own_departure() == Departure::kProgramEnd) {
+    return;
+  }
+  if (cuda::is_thread_capturing(device) || StreamsOfProcess::of_process().capture()) {
+    throw InvalidUsage(
+        join(what,
+             " while a CUDA graph is being captured, which would not survive it: call it "
+             "before or after the capture."));
+  }
 }
 
 bool StreamsOfProcess::wait_until_idle(int device, std::chrono::milliseconds patience) {

@@ -10,8 +10,11 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string_view>
 #include <vector>
 
 #include "cuda/stream.h"
@@ -21,6 +24,11 @@ namespace pydist {
 // Whether the stream, of that device, has nothing to do. False where it is captured, since to ask
 // would break the capture. Throws where CUDA has failed.
 [[nodiscard]] bool is_idle(const cuda::OwnedStream& stream, int device);
+
+// Throws InvalidUsage for `what` while a CUDA graph is captured that holds operations of pydist's,
+// or that the calling thread captures on the device. NCCL waits for the GPU, frees memory and has
+// threads of its own, none of which a capture survives. Not once the program has ended.
+void require_no_capture(std::string_view what, int device);
 
 class StreamsOfProcess {
  public:
@@ -36,7 +44,8 @@ class StreamsOfProcess {
   // Destroys those that only this list still holds and that have nothing to do.
   void prune() noexcept;
 
-  [[nodiscard]] bool are_captured();
+  // The capture that is under way with operations of pydist's, if there is one.
+  [[nodiscard]] std::optional<std::uint64_t> capture();
   // Waits until no stream of the device is busy or captured, for `patience` at most. Returns
   // whether that is so.
   [[nodiscard]] bool wait_until_idle(int device, std::chrono::milliseconds patience);
@@ -46,7 +55,6 @@ class StreamsOfProcess {
     std::shared_ptr<const cuda::OwnedStream> stream;
     int device;
 
-    [[nodiscard]] bool is_captured() const;
     [[nodiscard]] bool is_idle() const { return pydist::is_idle(*stream, device); }
   };
 

@@ -300,18 +300,15 @@ def one_rank_captures_alone() -> None:
     inputs = torch.ones(3, 4, device="cuda")
     model(inputs).sum().backward()
     began = time.monotonic()
-
-    def refused() -> None:
-        try:
-            model(inputs).sum().backward()
-        finally:
-            time.sleep(0.3)  # the group ends on a thread, which is not to break the capture
-
+    # The end of the group breaks the capture: on a GPU it is CUDA that says so, in the handling of
+    # the error that says why.
     with (
-        pytest.raises(pydist.InvalidUsage, match="rank 1 does not capture it; do so on all ranks"),
+        pytest.raises((pydist.InvalidUsage, RuntimeError)) as raised,
         Graph() if rank == 0 else contextlib.nullcontext(),
     ):
-        refused()
+        model(inputs).sum().backward()
+    why = f"{raised.value} {raised.value.__context__}"
+    assert "rank 1 does not capture it; do so on all ranks" in why
     # What rank 1's GPU has been given for the bucket ends, though rank 0's never comes to it.
     gpu_ranks.synchronize()
     assert time.monotonic() - began < 15, "of 600 seconds that an operation has"
@@ -410,6 +407,54 @@ def beside_a_capture() -> None:
 
 def test_what_comes_beside_a_capture_is_refused_and_does_no_harm() -> None:
     run_ranks(beside_a_capture, 2, env=NCCL, timeout=35)
+
+
+def refused_in_a_capture() -> None:
+    rank, size = start()
+    total = float(size * (size + 1) / 2)
+    everybody = list(range(size))
+    model = pydist.DataParallel(nn.Linear(4, 2).to("cuda"))
+    group = pydist.new_group(everybody)
+    of_torch = dist.new_group(everybody)
+    captured, source, other = (torch.full((4,), rank + 1.0, device="cuda") for _ in range(3))
+    for each in (None, group, of_torch):
+        pydist.all_reduce(other.clone(), group=each)
+    gpu_ranks.synchronize()
+    refused = pytest.raises(
+        pydist.InvalidUsage,
+        match="while a CUDA graph is being captured, which would not survive it: call it before",
+    )
+    with Graph() as graph:
+        captured.copy_(source)
+        pydist.all_reduce(captured)
+        for call in (
+            pydist.shutdown,
+            group.shutdown,
+            lambda: dist.destroy_process_group(of_torch),
+            dist.destroy_process_group,
+            lambda: pydist.new_group(everybody),
+            lambda: pydist.DataParallel(nn.Linear(4, 2).to("cuda")),
+        ):
+            with refused:
+                call()
+    graph.replay()
+    gpu_ranks.synchronize()
+    assert captured.tolist() == [total] * 4
+    # All of them live on.
+    for each in (None, group, of_torch):
+        tensor = other.clone()
+        pydist.all_reduce(tensor, group=each)
+        assert tensor.tolist() == [total] * 4
+    model(torch.ones(3, 4, device="cuda")).sum().backward()
+    del graph
+    group.shutdown()
+    dist.destroy_process_group(of_torch)
+    pydist.shutdown()
+    assert not pydist.is_initialized()
+
+
+def test_groups_neither_begin_nor_end_in_a_capture() -> None:
+    run_ranks(refused_in_a_capture, 2, env=NCCL, timeout=35)
 
 
 def ended_before_a_capture() -> None:

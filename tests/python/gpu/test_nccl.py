@@ -216,7 +216,7 @@ def no_room() -> None:
     driver.fake_driver_limit_memory(ctypes.c_size_t(1000))
     with pytest.raises(pydist.TransportError, match=r"no room for 4000 bytes.*torch's cache was"):
         pydist.symmetric_empty(1000, device="cuda")
-    in_a_capture = pytest.raises(pydist.TransportError, match="cannot be emptied during a capture")
+    in_a_capture = pytest.raises(pydist.InvalidUsage, match="while a CUDA graph is being captured")
     with gpu_ranks.Graph(), in_a_capture:
         pydist.symmetric_empty(1000, device="cuda")
     pydist.all_reduce(memory)

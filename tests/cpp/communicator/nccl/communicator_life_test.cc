@@ -21,8 +21,8 @@ void take(CommunicatorLife& life, std::initializer_list<LifeStep> steps) {
 TEST(CommunicatorLifeTest, EveryWayThatIsDrawnCanBeGone) {
   for (const auto way : std::initializer_list<std::initializer_list<LifeStep>>{
            {kOpen, kEnding, kFinalizing, kEnded},
-           {kOpen, kEnding, kHeldBack, kEnding, kFinalizing, kAborting, kEnded},
-           {kOpen, kEnding, kHeldBack, kEnding, kAborting, kEnded},
+           {kOpen, kEnding, kFinalizing, kAborting, kEnded},
+           {kOpen, kEnding, kAborting, kEnded},
            {kEnding, kAborting, kEnded},
            {kEnding, kEnded}}) {
     CommunicatorLife life;
@@ -51,7 +51,7 @@ TEST(CommunicatorLifeTest, AnIllegalStepThrowsAndIsNotTaken) {
   EXPECT_EQ(life.now(), kOpen);
   take(life, {kEnding, kFinalizing});
   EXPECT_THROW(life.step_to(kEnding), Error);
-  EXPECT_THROW(life.step_to(kHeldBack), Error);
+  EXPECT_THROW(life.step_to(kOpen), Error);
   EXPECT_EQ(life.now(), kFinalizing);
 }
 

@@ -67,28 +67,32 @@ TEST(NcclMemory, LeavesTheCacheAloneInACapture) {
   run_ranks(1, [](RankOfTest& self) {
     const NcclRank rank(self);
     const Room none(1);
+    std::vector<float> values(10, 1.0F);
     is_thread_capturing = true;
-    const auto [kind, message, blame] = error_of([&] { static_cast<void>(allocate(rank)); });
+    ::fake_driver_begin_capture(rank.stream.get());
+    const auto [kind, message, blame] =
+        error_of([&] { static_cast<void>(rank.group->submit(scaled(rank, values))); });
     is_thread_capturing = false;
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "cannot be emptied during a capture")) << message;
     EXPECT_EQ(times_emptied, 0);
+    EXPECT_EQ(::fake_driver_end_capture(rank.stream.get()), nullptr);
     rank.group->shutdown();
   });
 }
 
-TEST(NcclMemory, WaitsForNoDeviceOnAThreadThatCaptures) {
+// Though the capture holds nothing of pydist's yet.
+TEST(NcclMemory, IsRefusedOnAThreadThatCaptures) {
   use_fake_cuda();
   const Framework framework;
   run_ranks(1, [](RankOfTest& self) {
     const NcclRank rank(self);
-    static_cast<void>(allocate(rank));
     is_thread_capturing = true;
-    const MemoryPtr second = allocate(rank);
-    EXPECT_EQ(::fake_nccl_blocks(), 2);
+    const auto [kind, message, blame] = error_of([&] { static_cast<void>(allocate(rank)); });
     is_thread_capturing = false;
-    const MemoryPtr third = allocate(rank);
-    EXPECT_EQ(::fake_nccl_blocks(), 2) << "the first has been freed";
+    EXPECT_EQ(kind, ErrorKind::kInvalidUsage);
+    EXPECT_TRUE(contains(message, "while a CUDA graph is being captured")) << message;
+    EXPECT_NE(allocate(rank), nullptr);
     rank.group->shutdown();
   });
 }

@@ -45,8 +45,8 @@ TEST(NcclTeardown, GivesEverythingBack) {
   EXPECT_EQ(::fake_driver_faults(), 0) << "calls without a current context";
 }
 
-// What is replayed may overlap, so graphs share nothing.
-TEST(NcclTeardown, GivesEveryGraphScratchMemoryThatGoesWithIt) {
+// A replay overlaps with launches; graphs follow each other.
+TEST(NcclTeardown, GivesGraphsScratchMemoryOfTheirOwnThatGoesWithTheGroup) {
   run_ranks(1, [](RankOfTest& self) {
     const NcclRank rank(self);
     std::vector<float> values(10, 1.0F);
@@ -55,17 +55,17 @@ TEST(NcclTeardown, GivesEveryGraphScratchMemoryThatGoesWithIt) {
     void* const first = captured(rank, make);
     EXPECT_EQ(::fake_driver_blocks(), before + 1);
     void* const second = captured(rank, make);
-    EXPECT_EQ(::fake_driver_blocks(), before + 2);
+    EXPECT_EQ(::fake_driver_blocks(), before + 1);
     ::fake_driver_replay(first, rank.stream.get());
     ::fake_driver_replay(second, rank.stream.get());
     rank.stream.synchronize();
     EXPECT_EQ(values[0], 4.0F);
     ::fake_driver_destroy_graph(first);
-    EXPECT_TRUE(comes_true([&] { return ::fake_driver_blocks() == before + 1; }));
-    rank.group->shutdown();
     ::fake_driver_destroy_graph(second);
-    EXPECT_TRUE(comes_true([&] { return ::fake_driver_blocks() == before; }));
+    rank.group->shutdown();
   });
+  let_go_of_nccl();
+  EXPECT_EQ(::fake_driver_blocks(), 0);
 }
 
 TEST(NcclTeardown, DoesNotAbortWhileMemoryIsDeregistered) {
@@ -109,7 +109,7 @@ TEST(NcclTeardown, KeepsMemoryThatCannotBeDeregisteredYet) {
   EXPECT_EQ(::fake_nccl_blocks(), 0);
 }
 
-// A replay is nobody's operation, but a peer that is gone, or the end of the group, ends it too.
+// A replay is nobody's operation, but it ends with NCCL's communicator.
 TEST(NcclTeardown, EndsAReplayThatHangs) {
   use_fake_cuda();
   const FakeFault fault("hang:0:1");
@@ -123,26 +123,26 @@ TEST(NcclTeardown, EndsAReplayThatHangs) {
       const cuda::DeviceGuard guard(rank.device);
       return cuda::Driver::get().is_idle(rank.stream.get());
     }));
-    EXPECT_EQ(describe(rank.group->failure()).kind, ErrorKind::kAborted);
     ::fake_driver_destroy_graph(graph);
   });
 }
 
-TEST(NcclTeardown, WaitsForReplays) {
+// NCCL finalizes no communicator while a graph holds its operations.
+TEST(NcclTeardown, LeavesReplaysTheTimeThatNcclHasToEnd) {
   run_ranks(1, [](RankOfTest& self) {
-    const NcclRank rank(self);
+    const NcclRank rank(self, test_environment(), {.end = kForTheEnd});
     std::vector<float> values(10, 1.0F);
     void* const graph = captured(rank, [&] { return rank.all_reduce(values); });
-    bool is_late = false;
     const std::function<void()> compute = [] { std::this_thread::sleep_for(milliseconds(300)); };
-    const std::function<void()> after = [&is_late] { is_late = true; };
     ::fake_driver_enqueue(rank.stream.get(), &compute);
     ::fake_driver_replay(graph, rank.stream.get());
-    ::fake_driver_enqueue(rank.stream.get(), &after);
     rank.group->shutdown();
-    EXPECT_TRUE(is_late);
+    EXPECT_EQ(::fake_nccl_communicators(), 1);
+    rank.stream.synchronize();
     ::fake_driver_destroy_graph(graph);
   });
+  LateEnds::of_process().join();
+  EXPECT_EQ(::fake_nccl_communicators(), 0);
 }
 
 TEST(NcclTeardown, AbortsACommunicatorThatDoesNotFinalize) {
@@ -306,12 +306,8 @@ TEST(NcclTeardown, EndsGroupsWhereNoThreadIsToBeHad) {
     const Device device{DeviceType::kCuda, self.rank};
     MemoryPtr of_ending = ending.group->allocate(1000, device);
     MemoryPtr of_failing = failing->allocate(1000, device);
-    std::vector<float> values(10, 1.0F);
-    void* const graph = captured(ending, [&] { return scaled(ending, values); });
-    const int before = ::fake_driver_blocks();
     {
       const NoThreads no_threads;
-      ::fake_driver_destroy_graph(graph);
       ending.group->shutdown();
       failing->abort(Aborted("enough"));
       failing->shutdown();
@@ -319,7 +315,6 @@ TEST(NcclTeardown, EndsGroupsWhereNoThreadIsToBeHad) {
     of_ending.reset();
     of_failing.reset();
     EXPECT_NE(other->allocate(1000, device), nullptr);
-    EXPECT_EQ(::fake_driver_blocks(), before - 1) << "the graph's scratch memory is freed";
     EXPECT_EQ(::fake_nccl_blocks(), 2) << "that of the group that has failed is kept";
     other->shutdown();
   });
