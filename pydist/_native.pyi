@@ -181,9 +181,9 @@ class Communicator:
         """
         Lets the group go. Idempotent; raises what check_shutdown() does.
         """
-    def split(self, ranks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex]) -> Communicator:
+    def split(self, ranks: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], on_host: bool = False) -> Communicator:
         """
-        A group of the given ranks of this one, in that order; only they call.
+        A group of the given ranks of this one, in that order; only they call. `on_host`: for CPU tensors alone.
         """
     def symmetric_empty(self, shape: collections.abc.Sequence[typing.SupportsInt | typing.SupportsIndex], dtype: torch.dtype, device: torch.device = ...) -> torch.Tensor:
         """

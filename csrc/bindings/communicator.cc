@@ -269,6 +269,7 @@ py::dict capabilities(const Communicator& self) {
   py::dict result;
   result["backend"] = capabilities.backend;
   result["devices"] = devices;
+  result["device_bytes"] = capabilities.device_bytes;
   result["spans_hosts"] = capabilities.spans_hosts;
   result["symmetric_memory"] = capabilities.symmetric_memory;
   result["any_source"] = capabilities.any_source;
@@ -507,11 +508,12 @@ void bind_communicator(py::module_& module) {
            "A tensor over memory that the backend allocates; all ranks call, with equal sizes.")
       .def(
           "split",
-          [](Communicator& self, const std::vector<int>& ranks) {
-            return for_python(self.split(ranks));
+          [](Communicator& self, const std::vector<int>& ranks, bool on_host) {
+            return for_python(on_host ? self.split_on_host(ranks) : self.split(ranks));
           },
-          py::arg("ranks"), py::call_guard<ReleasedGil>(),
-          "A group of the given ranks of this one, in that order; only they call.")
+          py::arg("ranks"), py::arg("on_host") = false, py::call_guard<ReleasedGil>(),
+          "A group of the given ranks of this one, in that order; only they call. `on_host`: for "
+          "CPU tensors alone.")
       .def(
           "abort",
           [](Communicator& self, const std::string& message) { self.abort(Aborted(message)); },

@@ -58,6 +58,8 @@ struct Capabilities {
   bool ragged = false;  // blocks of different sizes in all_gather, gather and all_to_all
   // Operations on devices need this rank's host while they run, so no CUDA graph can hold them.
   bool needs_host = false;
+  // What joining has taken of the device's memory.
+  std::size_t device_bytes = 0;
   std::vector<DType> wire_dtypes;
   // The result of a reduction is the same, bit by bit, ...
   bool equal_on_all_ranks = false;
@@ -141,6 +143,10 @@ class Communicator {
   // A group of the given ranks of this one, in that order. Collective among those ranks alone; the
   // caller is one of them.
   [[nodiscard]] virtual CommunicatorPtr split(const std::vector<int>& ranks) = 0;
+  // The same, for memory of the host alone: takes nothing of a device.
+  [[nodiscard]] virtual CommunicatorPtr split_on_host(const std::vector<int>& ranks) {
+    return split(ranks);
+  }
 
   // How long an operation without a deadline of its own may take.
   [[nodiscard]] virtual std::chrono::milliseconds timeout() const = 0;

@@ -179,7 +179,7 @@ def lane_of(models: Iterable[Any], optimizers: Iterable[Any], group: groups.Grou
 def _lane(parent: Communicator) -> Lane:
     lane = _lanes.get(parent)
     if lane is None:
-        lane = _lanes[parent] = Lane(groups.split(parent, range(parent.size)))
+        lane = _lanes[parent] = Lane(groups.split(parent, range(parent.size), on_host=True))
         if _finish_all not in current.before_closing:
             current.before_closing.append(_finish_all)
     return lane

@@ -83,11 +83,26 @@ def _gpus() -> tuple[list[dict[str, Any]], str]:
     return gpus, problem
 
 
-def _nccl() -> dict[str, str | None]:
+def _nccl() -> dict[str, Any]:
     found = find_nccl()
     if found.problem:
-        return {"version": None, "path": None, "problem": found.problem}
-    return {"version": found.version, "path": found.path, "problem": None}
+        return {"version": None, "path": None, "problem": found.problem, "device_bytes": None}
+    taken = _bytes_of_a_group(found.path)
+    return {"version": found.version, "path": found.path, "problem": None, "device_bytes": taken}
+
+
+def _bytes_of_a_group(library: str) -> int | None:
+    """What a group of this process alone takes of its GPU; None where that can't be measured."""
+    if why_no_nccl_here():
+        return None
+    try:
+        host = _native.create_native(dist.HashStore(), 0, 1, "info")
+        group = _native.create_nccl(host, 0, library)
+    except Error:
+        return None
+    taken: int = group.capabilities()["device_bytes"]
+    group.shutdown()
+    return taken
 
 
 def _instruction_sets() -> dict[str, str]:
@@ -207,6 +222,10 @@ def _print(report: dict[str, Any], console: Console) -> None:
     nccl = report["nccl"]
     gpus = gpus or {"none": report["no_gpu"]}
     gpus["NCCL"] = nccl["problem"] or f"{nccl['version']}, {nccl['path']}"
+    taken = nccl["device_bytes"]
+    gpus["a group on NCCL"] = (
+        "unmeasured here" if taken is None else f"{size_text(taken)} of the GPU, with one rank"
+    )
     console.print(_pairs("\nGPUs", gpus))
     memory = {
         name: size_text(value) if isinstance(value, int) else value

@@ -145,16 +145,23 @@ def communicator_of(group: Group | None = None, argument: str = "group") -> _nat
     )
 
 
-def split(parent: _native.Communicator, ranks: Sequence[int]) -> _native.Communicator:
+def split(
+    parent: _native.Communicator, ranks: Sequence[int], on_host: bool = False
+) -> _native.Communicator:
     """A communicator of some ranks of `parent`, closed with the job at the latest.
 
     All of these ranks call it, in the same order where they make several.
+
+    Args:
+        parent: what it is made from.
+        ranks: of `parent`.
+        on_host: it is for CPU tensors alone, and takes nothing of a GPU.
 
     Raises:
         Mismatch: threads that make groups at the same time have met crosswise; on all ranks.
     """
     crossed_threads.note_maker(parent)
-    communicator = parent.split(list(ranks))
+    communicator = parent.split(list(ranks), on_host)
     job = current.mine()
     with job.lock:
         job.split.add(communicator)

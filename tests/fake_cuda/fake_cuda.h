@@ -14,6 +14,9 @@ void fake_cuda_enqueue(void* stream, void (*job)(void* argument), void* argument
 // Waits until the stream has done everything that it has been given so far.
 void fake_cuda_synchronize(void* stream);
 
+// A stream waits for an event of the driver's; counted as torch's own waits are.
+void fake_cuda_note_wait(void* stream);
+
 // Whether memory of a device has been freed; unknown once much more has been.
 int fake_cuda_is_freed(const void* data);
 

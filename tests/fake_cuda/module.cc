@@ -69,6 +69,7 @@ PYBIND11_MODULE(_fake_cuda, module) {
       py::arg("devices"));
   module.def("set_delay_us", &fake_cuda::set_delay_us, py::arg("longest"));
   module.def("take_host_waits", &fake_cuda::take_host_waits);
+  module.def("take_event_waits", &fake_cuda::take_event_waits);
   module.def("synchronize", &fake_cuda::synchronize, Released());
   module.def("pinned_bytes", &fake_cuda::pinned_bytes);
   module.def("registered_bytes", &fake_cuda::registered_bytes);

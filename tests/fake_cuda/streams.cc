@@ -26,6 +26,7 @@ constexpr c10::StreamId kPoolStreams = 4;  // of each priority
 
 std::atomic<int> devices{0};
 std::atomic<int> delay_us{0};
+std::atomic<int> event_waits{0};  // of default streams
 
 struct Current {
   c10::DeviceIndex device = 0;   // what cudaGetDevice says
@@ -155,6 +156,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       return;
     }
     const OnDevice on_device(stream.device_index());
+    fake_cuda_note_wait(&Queue::of(stream));
     if (const auto& recording = recording_of(event);
         recording->is_captured() || is_captured(stream)) {
       join_capture(stream, *recording);
@@ -346,6 +348,8 @@ std::vector<std::string> take_host_waits() {
   return std::exchange(host_waits().all, {});
 }
 
+int take_event_waits() { return event_waits.exchange(0); }
+
 void set_delay_us(int longest) { delay_us = longest; }
 
 void synchronize() {
@@ -379,6 +383,13 @@ void install_guard(int count) {
 
 void fake_cuda_enqueue(void* stream, void (*job)(void* argument), void* argument) {
   fake_cuda::Queue::of(stream).post([job, argument] { job(argument); });
+}
+
+void fake_cuda_note_wait(void* stream) {
+  for (int device = 0; device < fake_cuda::device_count(); ++device) {
+    const auto index = static_cast<c10::DeviceIndex>(device);
+    fake_cuda::event_waits += stream == &fake_cuda::Queue::of(fake_cuda::stream_at(index, 0));
+  }
 }
 
 void fake_cuda_synchronize(void* stream) {

@@ -89,6 +89,9 @@ void note_host_wait(std::string what);
 // The waits since the last call.
 [[nodiscard]] std::vector<std::string> take_host_waits();
 
+// The events that default streams have been told to wait for, since the last call.
+[[nodiscard]] int take_event_waits();
+
 // Before each job a stream sleeps for a random time of at most so many microseconds.
 void set_delay_us(int longest);
 

@@ -224,7 +224,8 @@ struct State {
   std::mutex mutex;
   std::map<void*, void*> streams;  // with their contexts
   std::set<void*> events;
-  std::map<void*, long> memory;                    // with the bytes
+  std::map<void*, long> memory;  // with the bytes
+  std::set<void*> contexts;
   std::vector<std::unique_ptr<Capture>> captures;  // under way, in the order of their beginnings
   std::uint64_t captures_begun = 0;
   std::unique_ptr<Queue> legacy;
@@ -400,6 +401,11 @@ void* fake_driver_end_capture(void* stream) {
   return capture;
 }
 
+int fake_driver_contexts() {
+  const std::lock_guard lock(state().mutex);
+  return static_cast<int>(state().contexts.size());
+}
+
 const void* fake_driver_current_context() { return current_context; }
 
 const void* fake_driver_context_of(void* stream) {
@@ -469,6 +475,8 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
   }
   static char contexts[64];
   *context = &contexts[device - kFirstDevice];
+  const std::lock_guard lock(state().mutex);
+  state().contexts.insert(*context);
   return kSuccess;
 }
 
@@ -641,6 +649,11 @@ int cuStreamWaitEvent(void* stream, void* handle, unsigned) {
   }
   if (mark == nullptr) {
     return kSuccess;  // never recorded
+  }
+  using Note = void (*)(void*);
+  static const auto note = reinterpret_cast<Note>(::dlsym(RTLD_DEFAULT, "fake_cuda_note_wait"));
+  if (note != nullptr) {
+    note(stream);
   }
   if (captured_point != kNotCaptured) {
     return fake_driver_join_capture(stream, captured_point) != 0 ? kSuccess : kCaptureUnsupported;

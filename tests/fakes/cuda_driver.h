@@ -54,6 +54,9 @@ int fake_driver_is_captured(void* stream);
 long fake_driver_captured_point(void* stream);
 int fake_driver_join_capture(void* stream, long point);
 
+// Primary contexts that this process has retained, of as many devices.
+int fake_driver_contexts();
+
 // Of the calling thread; null where it has none.
 const void* fake_driver_current_context();
 

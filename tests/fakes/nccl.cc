@@ -130,6 +130,7 @@ struct Queued {
   Output output = {};  // of an all-reduce
 };
 
+std::atomic<int> launches{0};
 thread_local int group_depth = 0;
 thread_local std::vector<Queued> queued;
 
@@ -180,6 +181,7 @@ void exchange(Comm& comm, std::vector<Message> messages) {
 
 void launch(std::vector<Queued> calls) {
   while (!calls.empty()) {
+    ++launches;
     const CommPtr comm = calls.front().comm;
     void* const stream = calls.front().stream;
     std::vector<Message> messages;
@@ -476,4 +478,5 @@ int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void
 }
 
 int fake_nccl_faults() { return faults_seen.load(); }
+int fake_nccl_launches() { return launches.load(); }
 }

@@ -9,8 +9,14 @@ extern "C" {
 // NCCL was still at it.
 int fake_nccl_faults();
 
-// Communicators that have been neither destroyed nor aborted.
+// Communicators that have been neither destroyed nor aborted. How many this process has made, and
+// how many of these it has split off others.
 int fake_nccl_communicators();
+int fake_nccl_communicators_made();
+int fake_nccl_communicators_split();
+
+// Kernels that NCCL would have launched: one for each communicator of a group of calls.
+int fake_nccl_launches();
 
 // Blocks of memory that a communicator knows.
 int fake_nccl_registrations();

@@ -14,7 +14,9 @@
 #include <random>
 #include <set>
 #include <sstream>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "cuda_driver.h"
 #include "nccl.h"
@@ -35,6 +37,8 @@ struct UniqueId {
 std::mutex communicators_mutex;
 // Guarded by communicators_mutex. Never destroyed: an abort may still be under way at exit.
 std::set<void*>& communicators = *new std::set<void*>;
+std::atomic<int> made{0};
+std::atomic<int> split_off{0};
 
 // With a communicator go its registrations and operators.
 void end(void* handle) {
@@ -112,6 +116,54 @@ bool wait_for(Comm& comm, const std::function<bool()>& holds) {
   return true;
 }
 
+bool is_config(const void* config) {
+  unsigned magic = 0;
+  move_bytes(&magic, static_cast<const char*>(config) + sizeof(std::size_t), sizeof magic);
+  return magic == 0xcafebeef;
+}
+
+Result join(void** handle, int size, const std::string& id, int rank, const void* context) {
+  auto comm = std::make_shared<Comm>();
+  comm->id = id;
+  comm->faults = faults();
+  comm->context = context;
+  const char* const blocking = std::getenv("NCCL_COMM_BLOCKING");
+  comm->is_blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
+  const char* const connect = std::getenv("NCCL_RUNTIME_CONNECT");
+  comm->connects_at_first_use = connect == nullptr || std::strcmp(connect, "0") != 0;
+  const char* const nvls = std::getenv("NCCL_NVLS_ENABLE");
+  comm->has_nvls =
+      std::getenv("FAKE_NVSWITCH") != nullptr && (nvls == nullptr || std::strcmp(nvls, "0") != 0);
+  comm->rank = rank;
+  comm->size = size;
+  if (has_fault(*comm, "init_fail", false)) {
+    return kSystemError;
+  }
+  const int fd = ::shm_open(id.c_str(), O_RDWR | O_CREAT, 0600);
+  if (fd < 0 || ::ftruncate(fd, sizeof(Shared)) != 0) {
+    return kSystemError;
+  }
+  void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  ::close(fd);
+  comm->shared = static_cast<Shared*>(memory);
+  comm->never_joins = has_fault(*comm, "init_hang", false);
+  if (!comm->never_joins && ++comm->shared->joined == size) {
+    ::shm_unlink(id.c_str());
+  }
+  if (comm->is_blocking) {
+    wait_for(*comm, [&comm] { return state_of(*comm) == kSuccess; });
+  }
+  const Result result = comm->is_blocking ? kSuccess : kInProgress;
+  ++made;
+  auto* const joined = new CommPtr(std::move(comm));
+  {
+    const std::lock_guard lock(communicators_mutex);
+    communicators.insert(joined);
+  }
+  *handle = joined;
+  return result;
+}
+
 bool is_connecting(const Comm& comm) {
   for (std::size_t kind = 0; kind < kKinds; ++kind) {
     if (comm.has_connected[kind] && comm.shared->connecting[kind] < comm.size) {
@@ -121,14 +173,50 @@ bool is_connecting(const Comm& comm) {
   return comm.shared->called_by_nvls < comm.called_by_nvls * static_cast<std::uint64_t>(comm.size);
 }
 
+// Makes the communicator that is being split off, once all ranks have come. Returns whether that
+// is still to happen.
+bool is_splitting(Comm& comm) {
+  if (comm.child == nullptr) {
+    return false;
+  }
+  const Split& split = comm.shared->splits[comm.splits - 1];
+  if (split.arrived < comm.size) {
+    return true;
+  }
+  const int color = split.colors[comm.rank];
+  int rank = 0;
+  int size = 0;
+  for (int other = 0; other < comm.size; ++other) {
+    if (split.colors[other] == color) {
+      ++size;
+      rank += std::make_pair(split.keys[other], other) <
+                      std::make_pair(split.keys[comm.rank], comm.rank)
+                  ? 1
+                  : 0;
+    }
+  }
+  void** const child = comm.child.exchange(nullptr);
+  if (child != nullptr && color >= 0) {
+    ++split_off;
+    const std::string id =
+        comm.id + "-" + std::to_string(comm.splits) + "-" + std::to_string(color);
+    if (const Result result = join(child, size, id, rank, comm.context);
+        result > kSuccess && result != kInProgress) {
+      comm.async_error = result;
+    }
+  }
+  return false;
+}
+
 Result state_of(Comm& comm) {
+  const bool splits = is_splitting(comm);
   if (comm.async_error != kSuccess) {
     return static_cast<Result>(comm.async_error.load());
   }
   const bool is_busy =
       comm.shared->joined < comm.size || comm.never_joins || comm.never_finalizes ||
       (comm.is_finalized && (comm.graphs != 0 || comm.shared->finalized < comm.size)) ||
-      now_ms() < comm.busy_until_ms || comm.slow_answers > 0 || is_connecting(comm);
+      now_ms() < comm.busy_until_ms || comm.slow_answers > 0 || is_connecting(comm) || splits;
   return is_busy ? kInProgress : kSuccess;
 }
 
@@ -150,51 +238,37 @@ int ncclGetUniqueId(UniqueId* id) {
 }
 
 int ncclCommInitRankConfig(void** handle, int size, UniqueId id, int rank, void* config) {
-  unsigned magic = 0;
-  move_bytes(&magic, static_cast<char*>(config) + sizeof(std::size_t), sizeof magic);
-  if (magic != 0xcafebeef || size > kMostRanks) {
+  if (!is_config(config) || size > kMostRanks || size < 1 || rank < 0 || rank >= size) {
     return kInvalidArgument;
   }
-  if (size < 1 || rank < 0 || rank >= size) {
-    return kInvalidArgument;
-  }
-  auto comm = std::make_shared<Comm>();
-  comm->faults = faults();
-  comm->context = fake_driver_current_context();
-  if (comm->context == nullptr) {
+  const void* const context = fake_driver_current_context();
+  if (context == nullptr) {
     return kUnhandledCudaError;
   }
-  const char* const blocking = std::getenv("NCCL_COMM_BLOCKING");
-  comm->is_blocking = blocking != nullptr && std::strcmp(blocking, "1") == 0;
-  const char* const connect = std::getenv("NCCL_RUNTIME_CONNECT");
-  comm->connects_at_first_use = connect == nullptr || std::strcmp(connect, "0") != 0;
-  const char* const nvls = std::getenv("NCCL_NVLS_ENABLE");
-  comm->has_nvls =
-      std::getenv("FAKE_NVSWITCH") != nullptr && (nvls == nullptr || std::strcmp(nvls, "0") != 0);
-  comm->rank = rank;
-  comm->size = size;
-  if (has_fault(*comm, "init_fail", false)) {
-    return kSystemError;
+  return join(handle, size, id.bytes, rank, context);
+}
+
+// Collective over the parent, which is busy until all of its ranks have come; only then there is a
+// child. Of color -1 (NCCL_SPLIT_NOCOLOR) there is none.
+int ncclCommSplit(void* parent, int color, int key, void** child, void* config) {
+  const CommPtr comm = find(parent);
+  if (comm == nullptr || color < -1 || (config != nullptr && !is_config(config)) ||
+      comm->splits == kMostSplits) {
+    return kInvalidArgument;
   }
-  const int fd = ::shm_open(id.bytes, O_RDWR | O_CREAT, 0600);
-  if (fd < 0 || ::ftruncate(fd, sizeof(Shared)) != 0) {
-    return kSystemError;
+  if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
+    return refusal;
   }
-  void* const memory = ::mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  ::close(fd);
-  comm->shared = static_cast<Shared*>(memory);
-  comm->never_joins = has_fault(*comm, "init_hang", false);
-  if (!comm->never_joins && ++comm->shared->joined == size) {
-    ::shm_unlink(id.bytes);
-  }
+  *child = nullptr;
+  Split& split = comm->shared->splits[comm->splits++];
+  split.colors[comm->rank] = color;
+  split.keys[comm->rank] = key;
+  comm->child = child;
+  ++split.arrived;
   if (comm->is_blocking) {
-    wait_for(*comm, [&comm] { return state_of(*comm) == kSuccess; });
+    wait_for(*comm, [&comm] { return state_of(*comm) != kInProgress; });
   }
-  const Result result = comm->is_blocking ? kSuccess : kInProgress;
-  *handle = new CommPtr(std::move(comm));
-  const std::lock_guard lock(communicators_mutex);
-  communicators.insert(*handle);
-  return result;
+  return comm->is_blocking ? kSuccess : kInProgress;
 }
 
 int ncclCommGetAsyncError(void* handle, int* state) {
@@ -276,6 +350,9 @@ int ncclCommAbort(void* handle) {
   delete static_cast<CommPtr*>(handle);
   return kSuccess;
 }
+
+int fake_nccl_communicators_made() { return made.load(); }
+int fake_nccl_communicators_split() { return split_off.load(); }
 
 int fake_nccl_communicators() {
   const std::lock_guard lock(communicators_mutex);

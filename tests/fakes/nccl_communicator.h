@@ -36,6 +36,15 @@ struct Mailbox {
   char data[kChunk];
 };
 
+constexpr int kMostSplits = 64;
+
+// What the ranks of a communicator say when they split it.
+struct Split {
+  std::atomic<int> arrived;
+  int colors[kMostRanks];
+  int keys[kMostRanks];
+};
+
 struct Shared {
   std::atomic<int> joined;
   std::atomic<int> finalized;  // have begun to finalize their communicators, or have aborted them
@@ -46,6 +55,7 @@ struct Shared {
   std::uint64_t calls[kMostRanks];  // what each rank's collective is, in short
   char chunks[kMostRanks][kChunk];
   Mailbox mail[kMostRanks][kMostRanks];  // from, to
+  Split splits[kMostSplits];
 };
 
 struct Fault {
@@ -55,6 +65,10 @@ struct Fault {
 };
 
 struct Comm {
+  std::string id;
+  int splits = 0;  // that this rank has begun
+  // Where the communicator goes that is being split off, once all ranks have come; or null.
+  std::atomic<void**> child{nullptr};
   std::vector<Fault> faults;  // as they were when it was made
   int rank = 0;
   int size = 1;
@@ -95,6 +109,12 @@ bool has_fault(const Comm& comm, const char* what, bool counts);
 
 // Waits for `holds`, or for the abort. Returns whether it holds.
 bool wait_for(Comm& comm, const std::function<bool()>& holds);
+
+// Whether it is a configuration of NCCL's.
+bool is_config(const void* config);
+
+// Makes a communicator, of the ranks that give the same name.
+Result join(void** handle, int size, const std::string& id, int rank, const void* context);
 
 // Whether a collective of this rank waits until all ranks have called it.
 bool is_connecting(const Comm& comm);

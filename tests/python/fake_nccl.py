@@ -52,7 +52,12 @@ def install(nccl: str = "fake_nccl") -> None:
         _loaded.append(ctypes.CDLL(path, mode=os.RTLD_GLOBAL | os.RTLD_NOW))
     rank = int(os.environ.get("RANK", "0"))
     identity = types.SimpleNamespace(
-        uuid=f"0000-{rank}", pci_domain_id=0, pci_bus_id=rank + 1, pci_device_id=0
+        name="a stand-in",
+        total_memory=1 << 36,
+        uuid=f"0000-{rank}",
+        pci_domain_id=0,
+        pci_bus_id=rank + 1,
+        pci_device_id=0,
     )
     cuda: Any = torch.cuda
     torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]

@@ -2,8 +2,13 @@
 
 #include <dlfcn.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <string_view>
 #include <type_traits>
 #include <utility>
+
+#include "base/log.h"
 
 // The functions that pydist cannot do without.
 #define PYDIST_NEEDED(each)                                                                        \
@@ -14,9 +19,9 @@
                   each(ncclGroupStart) each(ncclGroupEnd)
 
 // What an NCCL may lack. The version has a message of its own.
-#define PYDIST_OPTIONAL(each)                                                      \
-  each(ncclGetVersion) each(ncclGetLastError) each(ncclMemAlloc) each(ncclMemFree) \
-      each(ncclCommRegister) each(ncclCommDeregister)
+#define PYDIST_OPTIONAL(each)                                                        \
+  each(ncclGetVersion) each(ncclGetLastError) each(ncclCommSplit) each(ncclMemAlloc) \
+      each(ncclMemFree) each(ncclCommRegister) each(ncclCommDeregister)
 
 namespace pydist::nccl {
 namespace {
@@ -49,6 +54,16 @@ void* open_library(const std::string& path) {
 }
 
 }  // namespace
+
+void warn_of_blocking_communicators() {
+  static std::atomic<bool> has_warned{false};
+  const char* const text = std::getenv("NCCL_COMM_BLOCKING");
+  if (text != nullptr && std::string_view(text) == "1" && !has_warned.exchange(true)) {
+    log_line(LogLevel::kWarning,
+             "NCCL_COMM_BLOCKING=1 makes calls of NCCL wait for the other ranks: where one of them "
+             "fails or dies meanwhile, this rank may hang. Unset it.");
+  }
+}
 
 bool may_be_of_a_peer(Result result) noexcept {
   switch (result) {

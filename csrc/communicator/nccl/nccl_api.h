@@ -37,6 +37,9 @@ enum class Result : int {
 // Whether a peer that is gone may be the reason for a failure.
 [[nodiscard]] bool may_be_of_a_peer(Result result) noexcept;
 
+// NCCL's own variable overrides what a communicator is configured with.
+void warn_of_blocking_communicators();
+
 // ncclDataType_t
 enum class DataType : int {
   kInt8 = 0,
@@ -62,7 +65,8 @@ struct UniqueId {
 };
 
 // ncclConfig_t as of 2.14, the first version that has one. NCCL reads `size` bytes of it, and takes
-// its own defaults for fields that were added after `version`.
+// its own defaults for fields that were added after `version`. Of these are the resources of a
+// parent (splitShare): none are shared, since with them the children would share its abort.
 struct Config {
   std::size_t size = sizeof(Config);
   unsigned magic = 0xcafebeef;
@@ -97,6 +101,8 @@ struct Functions {
   Result (*ncclRecv)(void*, std::size_t, DataType, int, CommHandle, StreamHandle);
   Result (*ncclGroupStart)();
   Result (*ncclGroupEnd)();
+  // From 2.18.
+  Result (*ncclCommSplit)(CommHandle, int, int, CommHandle*, Config*);
   // From 2.19.
   Result (*ncclMemAlloc)(void**, std::size_t);
   Result (*ncclMemFree)(void*);

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <numeric>
 #include <string>
 #include <string_view>
@@ -129,6 +128,7 @@ class NcclCommunicator final : public Communicator {
     can.backend = "nccl";
     can.devices = {Device{}, Device{DeviceType::kCuda, options_.device}};
     can.needs_host = false;
+    can.device_bytes = group_->device_bytes();
     if (!settings_.has_kernels()) {
       can.wire_dtypes.clear();
     }
@@ -242,7 +242,15 @@ class NcclCommunicator final : public Communicator {
     require_open("split");
     NcclOptions options = options_;
     options.host = host_->split(ranks);
+    // All ranks of the parent have to call a split.
+    const bool has_all = std::cmp_equal(ranks.size(), size()) && std::ranges::is_sorted(ranks);
+    options.parent = has_all ? group_ : nullptr;
     return create_nccl_communicator(std::move(options));
+  }
+
+  [[nodiscard]] CommunicatorPtr split_on_host(const std::vector<int>& ranks) override {
+    require_open("split");
+    return host_->split(ranks);
   }
 
   [[nodiscard]] milliseconds timeout() const override { return host_->timeout(); }
@@ -442,16 +450,6 @@ void use_what_all_have(Communicator& control, NcclOptions& options) {
   }
 }
 
-void warn_of_blocking_communicators() {
-  static std::atomic<bool> has_warned{false};
-  const char* const text = std::getenv("NCCL_COMM_BLOCKING");
-  if (text != nullptr && std::string_view(text) == "1" && !has_warned.exchange(true)) {
-    log_line(LogLevel::kWarning,
-             "NCCL_COMM_BLOCKING=1 makes calls of NCCL wait for the other ranks: where one of them "
-             "fails or dies meanwhile, this rank may hang. Unset it.");
-  }
-}
-
 }  // namespace
 
 void let_go_of_nccl() noexcept {
@@ -471,7 +469,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   PYDIST_CHECK(options.host != nullptr && (options.api == nullptr) != options.why_no_api.empty());
   PYDIST_CHECK((options.kernels == nullptr) != options.why_no_kernels.empty());
   require_no_capture(join("joining the group '", options.host->name(), "'"), options.device);
-  warn_of_blocking_communicators();
+  nccl::warn_of_blocking_communicators();
   const Deadline deadline = Deadline::in(options.host->timeout());
   if (options.endpoint == nullptr) {
     options.endpoint = Endpoint::of_process(options.environment);
@@ -485,6 +483,7 @@ CommunicatorPtr create_nccl_communicator(NcclOptions options) {
   PYDIST_CHECK(group.control->peer_news() != nullptr);
   use_what_all_have(*group.control, options);
   group.companion = options.host;
+  group.parent = std::move(options.parent);
   group.device = options.device;
   group.journal = std::shared_ptr<Journal>(options.endpoint, &options.endpoint->page().journal);
   group.watchdog = NcclWatchdog::of_process();

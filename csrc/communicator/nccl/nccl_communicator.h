@@ -20,6 +20,7 @@
 namespace pydist {
 
 class Endpoint;
+class NcclGroup;
 class NcclWatchdog;
 
 struct NcclOptions {
@@ -28,6 +29,8 @@ struct NcclOptions {
   std::string why_no_api;
   // The group that this one extends, with its ranks, name and timeout.
   CommunicatorPtr host;
+  // A group of the same ranks in the same order, whose communicator is split; may be null.
+  std::shared_ptr<NcclGroup> parent = nullptr;
   // This rank's, as the process counts them.
   int device = 0;
   const CudaLibrary* kernels = &CudaLibrary::get();

@@ -46,9 +46,9 @@ thread_local bool is_in_launch = false;
 
 class LaunchMark {
  public:
-  explicit LaunchMark(std::atomic<bool>& is_launching) : is_launching_(is_launching) {
+  explicit LaunchMark(std::atomic<int>& is_launching) : is_launching_(is_launching) {
     is_in_launch = true;
-    is_launching_ = true;
+    ++is_launching_;
   }
   LaunchMark(const LaunchMark&) = delete;
   LaunchMark& operator=(const LaunchMark&) = delete;
@@ -57,13 +57,13 @@ class LaunchMark {
   void end() noexcept {
     if (!is_over_) {
       is_over_ = true;
-      is_launching_ = false;
+      --is_launching_;
       is_in_launch = false;
     }
   }
 
  private:
-  std::atomic<bool>& is_launching_;
+  std::atomic<int>& is_launching_;
   bool is_over_ = false;
 };
 
@@ -96,11 +96,19 @@ NcclGroup::~NcclGroup() {
 }
 
 std::shared_ptr<NcclGroup> NcclGroup::join(Options options, Deadline deadline) {
+  const std::shared_ptr<NcclGroup> parent = std::move(options.parent);
   auto group = std::make_shared<NcclGroup>(std::move(options));
+  const auto free_bytes = [&group] {
+    const cuda::DeviceGuard guard(group->device_);
+    return cuda::Driver::get().room().free_bytes;
+  };
   try {
     group->news_.watch_peers();
-    group->connect(deadline);
+    const std::size_t before = free_bytes();
+    group->connect(parent, deadline);
     group->allocate_scratch();
+    const std::size_t after = free_bytes();
+    group->device_bytes_ = before > after ? before - after : 0;
     // The others' failures end this one too.
     group->agree(std::string());
   } catch (...) {
@@ -137,7 +145,40 @@ bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool 
   return hearing.all_say_yes;
 }
 
-void NcclGroup::connect(Deadline deadline) {
+void NcclGroup::connect(const std::shared_ptr<NcclGroup>& parent, Deadline deadline) {
+  const cuda::DeviceGuard guard(device_);
+  stream_ = StreamsOfProcess::of_process().make(device_);
+  if (parent == nullptr) {
+    meet(deadline);
+    return;
+  }
+  // A rank whose parent has failed would keep the others waiting in NCCL.
+  const bool can_split = api_->functions().ncclCommSplit != nullptr &&
+                         parent->failure() == nullptr && !parent->is_shut_down_;
+  agree({}, can_split) ? split_off(*parent, deadline) : meet(deadline);
+}
+
+void NcclGroup::split_off(NcclGroup& parent, Deadline deadline) {
+  constexpr const char* kWhat = "splitting off the group";
+  parent.drain(deadline);
+  {
+    const std::lock_guard calls(parent.calls_mutex_);
+    const LaunchMark mark(parent.is_launching_);  // an abort of the parent waits for it
+    rethrow_if_any(parent.failure());
+    nccl::Config config;
+    const Result result =
+        api_->functions().ncclCommSplit(parent.comm_, /*color=*/0, rank(), &comm_, &config);
+    if (result != Result::kSuccess && result != Result::kInProgress) {
+      comm_ = nullptr;
+      throw_failure(result, kWhat);
+    }
+    // There is no communicator before that.
+    poll_until_ready(kWhat, deadline, kLongestJoiningPause, &parent);
+  }
+  poll_until_ready(kWhat, deadline, kLongestJoiningPause);
+}
+
+void NcclGroup::meet(Deadline deadline) {
   // The id of rank 0, behind its complaint if it has none.
   struct Invitation {
     std::array<char, 512> complaint{};
@@ -158,8 +199,6 @@ void NcclGroup::connect(Deadline deadline) {
     throw TransportError(pydist::join("NCCL made no id: ", complaint),
                          control_->culprit(0, complaint));
   }
-  const cuda::DeviceGuard guard(device_);
-  stream_ = StreamsOfProcess::of_process().make(device_);
   nccl::Config config;
   const Result result =
       api_->functions().ncclCommInitRankConfig(&comm_, size(), invitation.id, rank(), &config);
@@ -170,7 +209,8 @@ void NcclGroup::connect(Deadline deadline) {
   poll_until_ready("joining the group", deadline, kLongestJoiningPause);
 }
 
-void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microseconds longest_pause) {
+void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microseconds longest_pause,
+                                 const NcclGroup* other) {
   microseconds pause{20};
   const Deadline at_once = Deadline::in(kLaunchTime);
   Deadline vain_until = Deadline::never();
@@ -184,7 +224,10 @@ void NcclGroup::poll_until_ready(const char* what, Deadline deadline, microsecon
       if (life_.has_joined()) {
         launching = launching_turn_;
       }
-      state = async_state();
+      if (other != nullptr) {
+        rethrow_if_any(other->failure());
+      }
+      state = (other != nullptr ? other : this)->async_state();
     }
     if (state == Result::kSuccess) {
       return;

@@ -83,6 +83,8 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     CommunicatorPtr control;
     // Fails with this group, and this group with it; may be null.
     CommunicatorPtr companion;
+    // Of the same ranks in the same order: its communicator is split. Null where there is none.
+    std::shared_ptr<NcclGroup> parent = nullptr;
     int device = 0;
     // The journal in which this process notes the operation that it is in; may be null.
     std::shared_ptr<Journal> journal;
@@ -94,6 +96,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     // How long the first operation that is under way may last before the log tells of it.
     std::chrono::milliseconds long_wait = kLongWait;
   };
+
+  // The memory of the device that was taken by joining, as far as others took none meanwhile.
+  [[nodiscard]] std::size_t device_bytes() const noexcept { return device_bytes_; }
 
   // Collective over `control`. Succeeds on every rank, or throws the same error on every rank.
   [[nodiscard]] static std::shared_ptr<NcclGroup> join(Options options, Deadline deadline);
@@ -210,9 +215,15 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
     [[nodiscard]] std::string title() const;
   };
 
-  void connect(Deadline deadline);
+  // Makes the communicator: from the parent's where all ranks can, otherwise by an id of rank 0's.
+  void connect(const std::shared_ptr<NcclGroup>& parent, Deadline deadline);
+  void meet(Deadline deadline);
+  // NCCL has the ranks of `parent` meet. Nothing of it may be under way meanwhile.
+  void split_off(NcclGroup& parent, Deadline deadline);
+  // Waits for this communicator, or for that of another group, which must not fail meanwhile.
   void poll_until_ready(const char* what, Deadline deadline,
-                        std::chrono::microseconds longest_pause = std::chrono::microseconds(200));
+                        std::chrono::microseconds longest_pause = std::chrono::microseconds(200),
+                        const NcclGroup* other = nullptr);
   void find_capture(const Launch& launch);
   [[nodiscard]] bool waits_on_registered_memory() const;
   // Throws what NCCL has returned, or the loss of the peer that explains it.
@@ -275,6 +286,7 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   std::shared_ptr<const cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
   std::byte* scratch_ = nullptr;                  // from joining on, until the end
+  std::size_t device_bytes_ = 0;                  // set by joining
   std::byte* graph_scratch_ = nullptr;            // from the first graph that needs it on
   std::optional<std::uint64_t> capture_;          // by the launching thread
   Deadline launching_until_ = Deadline::never();  // by the launching thread
@@ -299,9 +311,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   CommunicatorLife life_;  // its steps are drawn in communicator_life.h; under mutex_
   Deadline ending_until_ = Deadline::never();  // guarded by mutex_; from kEnding on
   std::atomic<bool> is_shut_down_{false};      // there are no more launches
-  std::atomic<bool> is_launching_{false};
-  std::atomic<bool> has_broken_off_{false};  // a launch of which a part may be on the stream
-  std::atomic<bool> has_captured_{false};    // something that replays, unseen
+  std::atomic<int> is_launching_{0};           // how many threads are
+  std::atomic<bool> has_broken_off_{false};    // a launch of which a part may be on the stream
+  std::atomic<bool> has_captured_{false};      // something that replays, unseen
 };
 
 }  // namespace pydist

@@ -5,8 +5,11 @@ import os
 import types
 from typing import Any
 
+import gpu_ranks
 import pytest
+from launch import run_ranks
 
+from pydist.cli import info
 from pydist.gpu import nccl
 from pydist.gpu.nccl import find_nccl, version_of
 
@@ -79,3 +82,14 @@ def test_where_nccl_lies(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None
     libc.ncclGetVersion = libc.getpid
     assert "libc" in os.path.basename(nccl._path_of(libc, "libc.so.6"))
     assert nccl._path_of(libc, "/as/given") == "/as/given"
+
+
+def measured() -> None:
+    gpu_ranks.install()
+    taken = info.collect()["nccl"]["device_bytes"]
+    assert taken >= 16 << 20, "the scratch memory at least"
+
+
+@gpu_ranks.needs_gpu_ranks
+def test_info_measures_what_a_group_takes_of_the_gpu() -> None:
+    run_ranks(measured, 1, timeout=35)

@@ -208,6 +208,64 @@ TEST(FakeNccl, BreaksCapturesWhereACommunicatorEnds) {
   EXPECT_TRUE(is_broken_by([&] { functions.ncclCommAbort(second); }));
 }
 
+// Ranks of one color, in the order of their keys; and nobody is through before all have come.
+TEST(FakeNccl, SplitsAsNcclDoes) {
+  const nccl::ApiPtr api = fake_nccl();
+  const nccl::Functions& functions = api->functions();
+  nccl::UniqueId id{};
+  ASSERT_EQ(functions.ncclGetUniqueId(&id), Result::kSuccess);
+  constexpr int kRanks = 3;
+  std::atomic<bool> is_last{false};
+  std::atomic<int> refused{0};
+  std::array<float, kRanks> sums{};
+  const auto run = [&](int rank) {
+    const FakeStream stream(rank);
+    const cuda::DeviceGuard guard(rank);
+    nccl::Config config;
+    nccl::CommHandle comm = nullptr;
+    EXPECT_EQ(functions.ncclCommInitRankConfig(&comm, kRanks, id, rank, &config),
+              Result::kInProgress);
+    EXPECT_EQ(finish(functions, comm), Result::kSuccess);
+    while (rank == 2 && refused < 2) {
+      std::this_thread::yield();
+    }
+    is_last = rank == 2;
+    nccl::CommHandle child = nullptr;
+    // Ranks 2 and 0, in that order.
+    EXPECT_EQ(functions.ncclCommSplit(comm, rank == 1 ? -1 : 0, -rank, &child, &config),
+              Result::kInProgress);
+    if (rank != 2) {
+      EXPECT_EQ(functions.ncclCommSplit(comm, 0, 0, &child, &config), Result::kInvalidArgument)
+          << "the split before is under way";
+      ++refused;
+    }
+    EXPECT_EQ(finish(functions, comm), Result::kSuccess);
+    EXPECT_TRUE(is_last);
+    EXPECT_EQ(child == nullptr, rank == 1);
+    if (child != nullptr) {
+      EXPECT_EQ(finish(functions, child), Result::kSuccess);
+      std::array<float, 2> values{};
+      const float mine = static_cast<float>(rank) + 1;
+      EXPECT_EQ(
+          functions.ncclAllGather(&mine, values.data(), 1, DataType::kFloat32, child, stream.get()),
+          Result::kInProgress);
+      EXPECT_EQ(finish(functions, child), Result::kSuccess);
+      stream.synchronize();
+      sums.at(static_cast<std::size_t>(rank)) = 10 * values[0] + values[1];
+      EXPECT_EQ(functions.ncclCommDestroy(child), Result::kSuccess);
+    }
+    EXPECT_EQ(functions.ncclCommDestroy(comm), Result::kSuccess);
+  };
+  std::array<std::thread, kRanks> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    ranks.at(static_cast<std::size_t>(rank)) = std::thread(run, rank);
+  }
+  for (std::thread& each : ranks) {
+    each.join();
+  }
+  EXPECT_EQ(sums, (std::array<float, kRanks>{31.0F, 0.0F, 31.0F}));
+}
+
 TEST(FakeNccl, FinalizesTogetherWhereCallsBlock) {
   const nccl::ApiPtr api = fake_nccl();
   const nccl::Functions& functions = api->functions();

@@ -1,0 +1,112 @@
+// How NCCL groups are made of others: by a split where all ranks of the parent come, otherwise
+// anew. On an NCCL and a CUDA driver without a GPU (tests/fakes).
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <vector>
+
+#include "../fakes/nccl.h"
+#include "communicator/nccl/nccl_communicator.h"
+#include "communicator/nccl/nccl_group.h"
+#include "nccl_fakes.h"
+#include "ranks.h"
+
+namespace pydist::testing {
+namespace {
+
+using std::chrono::milliseconds;
+
+TEST(NcclSplit, IsWhereAllRanksOfTheParentCome) {
+  use_fake_cuda();
+  const int before = ::fake_nccl_communicators_split();
+  run_ranks(2, [&](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    const WorkPtr first = rank.group->submit(rank.all_reduce(values));
+    const CommunicatorPtr same = rank.group->split({0, 1});
+    EXPECT_TRUE(first->is_completed()) << "NCCL splits nothing that is at work";
+    rank.group->run(barrier());
+    EXPECT_EQ(::fake_nccl_communicators_split(), before + 2);
+    const CommunicatorPtr turned = rank.group->split({1, 0});
+    const CommunicatorPtr alone = rank.group->split({self.rank});
+    rank.group->run(barrier());
+    EXPECT_EQ(::fake_nccl_communicators_split(), before + 2);
+    EXPECT_EQ(turned->rank(), 1 - self.rank);
+    for (const CommunicatorPtr& each : {same, turned, alone}) {
+      EXPECT_GE(each->capabilities().device_bytes, NcclGroup::kScratchBytes);
+      each->submit(rank.all_reduce(values))->wait();
+    }
+    EXPECT_EQ(values[0], 8.0F);
+    alone->shutdown();
+    turned->shutdown();
+    // Nothing is shared: the parent's end is not the child's.
+    rank.group->shutdown();
+    same->submit(rank.all_reduce(values))->wait();
+    EXPECT_EQ(values[0], 16.0F);
+    same->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+// Nor is a failure.
+TEST(NcclSplit, OutlivesTheParentsFailure) {
+  use_fake_cuda();
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    const CommunicatorPtr other = rank.group->split({0, 1});
+    const CommunicatorPtr child = other->split({0, 1});
+    std::vector<float> values(10, 1.0F);
+    other->abort(Aborted("enough"));
+    EXPECT_TRUE(comes_true([&] { return other->failure() != nullptr; }));
+    child->submit(rank.all_reduce(values))->wait();
+    EXPECT_EQ(values[0], 2.0F);
+    EXPECT_EQ(error_of([&] { static_cast<void>(other->split({0, 1})); }).message, "enough");
+    child->shutdown();
+    other->shutdown();
+    rank.group->shutdown();
+  });
+}
+
+// A group of the host takes nothing of the device.
+TEST(NcclSplit, IsOfTheHostAloneWhereThatIsAskedFor) {
+  use_fake_cuda();
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    rank.group->run(barrier());
+    const int before = ::fake_nccl_communicators();
+    const CommunicatorPtr host = rank.group->split_on_host({0, 1});
+    std::vector<float> values(10, 1.0F);
+    host->run(all_reduce(values));
+    EXPECT_EQ(values[0], 2.0F);
+    EXPECT_EQ(::fake_nccl_communicators(), before);
+    EXPECT_EQ(host->capabilities().device_bytes, 0U);
+    host->shutdown();
+    rank.group->run(barrier());
+    rank.group->shutdown();
+  });
+}
+
+// The one that waits in a split hears that the other does not come.
+TEST(NcclSplit, NamesTheRankThatDoesNotCome) {
+  use_fake_cuda();
+  const Environment environment = with_timeout_of(milliseconds(1'500));
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment);
+    rank.group->run(barrier());
+    if (self.rank == 1) {
+      rank.group->shutdown();
+      return;
+    }
+    const auto [kind, message, blame] =
+        error_of([&] { static_cast<void>(rank.group->split({0, 1})); });
+    EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
+    EXPECT_EQ(blame.ranks, std::vector<int>{1});
+    rank.group->shutdown();
+  };
+  run_ranks(2, body, environment);
+}
+
+}  // namespace
+}  // namespace pydist::testing
