@@ -71,8 +71,10 @@ class SyncBatchNorm(BatchNormBase):
 
     Joins the job from the environment by itself (`pydist.init()`), at the first forward in
     training mode. All layers of one group share one communicator of their own, so they never get
-    in the way of collectives of yours. Statistics travel through the host's memory, on whatever
-    device the input is.
+    in the way of collectives of yours. Statistics travel on the GPU by NCCL, and the host waits for
+    nothing, where the group is on NCCL and the input on the GPU; that is then so on all ranks.
+    Otherwise they travel through the host's memory. A rank with one value per channel, or none,
+    waits to see how many there are on all ranks.
 
     Args:
         num_features: The number of channels C.
@@ -141,18 +143,20 @@ class SyncBatchNorm(BatchNormBase):
             return super().forward(input)
         with torch.no_grad():
             mean, variance, count = _statistics(input, communicator)
-            if count == 1:
+            # More than one value of this rank's own is more than one in all, so nobody looks.
+            has_values = input.numel() > self.num_features or int(count) > 0
+            if input.numel() <= self.num_features and int(count) == 1:
                 raise ValueError(
                     "Expected more than 1 value per channel when training, got input size "
                     f"{input.size()} on rank {communicator.rank}, and 1 value per channel on all "
                     f"{communicator.size} ranks together"
                 )
-            unbiased = variance * (count / max(count - 1, 1))
+            unbiased = variance * (count / (count - 1).clamp(min=1))
             # Together, since they are sent to a device.
             sent = _sent_to(input.device, torch.stack([mean, variance, unbiased]))
             mean, variance, unbiased = sent.unbind()
             if self.track_running_stats:
-                self._track(mean, unbiased, count)
+                self._track(mean, unbiased, has_values)
             wide = _accumulation_dtype(input.dtype)
             mean, variance = mean.to(wide), variance.to(wide)
         output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
@@ -182,13 +186,13 @@ class SyncBatchNorm(BatchNormBase):
             known = _in_use[self] = (key, groups.layer_communicator(parent))
         return known[1]
 
-    def _track(self, mean: Tensor, unbiased: Tensor, count: int) -> None:
+    def _track(self, mean: Tensor, unbiased: Tensor, has_values: bool) -> None:
         weight = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if weight is None:
                 weight = 1.0 / float(self.num_batches_tracked)
-        if count == 0 or self.running_mean is None or self.running_var is None:
+        if not has_values or self.running_mean is None or self.running_var is None:
             return
         weight = 0.0 if weight is None else weight
         for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
@@ -265,7 +269,7 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         variance: Tensor,
-        count: int,
+        count: Tensor,
         eps: float,
         communicator: Communicator,
     ) -> Tensor:
@@ -300,9 +304,9 @@ class _Normalize(torch.autograd.Function):
             grad_bias = sum_dy
         if ctx.needs_input_grad[0]:
             # Ranks without samples take part as well: the others wait for them.
-            message = torch.cat([sum_dy, sum_dy_x]).to("cpu", torch.float64)
+            message = torch.cat([sum_dy, sum_dy_x]).to(ctx.count.device, torch.float64)
             ctx.communicator.all_reduce(message, message, label="SyncBatchNorm backward")
-            sent = _sent_to(mean.device, message / max(ctx.count, 1))
+            sent = _sent_to(mean.device, message / ctx.count.clamp(min=1))
             mean_dy, mean_dy_x = sent.to(mean.dtype).chunk(2)
             scale = inverse_std if weight is None else inverse_std * weight
             # The terms without dy are a normalisation too: x^ with another weight and bias.
@@ -314,34 +318,38 @@ class _Normalize(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _statistics(input: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor, int]:
-    """Mean and biased variance per channel over all ranks (on the CPU, float64), and the count."""
+def _statistics(input: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance per channel over all ranks, and the count: in float64, where they
+    have travelled."""
     channels = input.size(1)
     count = input.numel() // max(channels, 1)
+    is_on_nccl = input.is_cuda and communicator.capabilities()["backend"] == "nccl"
+    place = input.device if is_on_nccl else torch.device("cpu")
     # Float64 holds any count; the message is small.
-    message = torch.zeros(1 + 2 * channels, dtype=torch.float64)
+    message = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=place)
     if input.numel() > 0:
         # The kernel of torch's own training forward, two passes over the input. It accumulates in
         # the dtype of the running statistics, which is all that these are for.
         dtype = _accumulation_dtype(input.dtype)
         running = torch.zeros(2, channels, dtype=dtype, device=input.device)
         both = torch.batch_norm_update_stats(input, running[0], running[1], 0.0)
-        mean, variance = torch.stack(both).to("cpu", torch.float64)
-        message[0] = count
-        torch.cat([mean, variance * count], out=message[1:])
+        mean, variance = torch.stack(both).to(place, torch.float64)
+        message[:1].fill_(count)
+        message[1:].copy_(torch.cat([mean, variance * count]))
     gathered = message.new_empty(communicator.size * message.numel())
     communicator.all_gather(message, gathered, label="SyncBatchNorm forward")
     # See Note [Statistics of uneven batches].
     counts, means, squares = gathered.view(communicator.size, -1).split([1, channels, channels], 1)
-    total = int(counts.sum())
-    mean = (counts * means).sum(0) / max(total, 1)
+    total = counts.sum()
+    divisor = total.clamp(min=1)
+    mean = (counts * means).sum(0) / divisor
     squares_of_all = squares.sum(0) + (counts * (means - mean).square()).sum(0)
-    return mean, squares_of_all / max(total, 1), total
+    return mean, squares_of_all / divisor, total
 
 
 def _sent_to(device: torch.device, values: Tensor) -> Tensor:
-    """Values of the host on a device, without waiting until it has read them."""
-    if device.type == "cpu":
+    """Values on a device; those of the host without waiting until it has read them."""
+    if values.device == device:
         return values
     return values.pin_memory().to(device, non_blocking=True)
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -26,9 +27,10 @@ class NcclGroup::LaunchedWork : public Work {
   [[nodiscard]] bool wait_on_stream(void* stream) override {
     require_not_forked();
     rethrow_if_any(exception());
-    if (is_to_be_awaited()) {
+    if (awaited_by_ != stream && is_to_be_awaited()) {
       const cuda::DeviceGuard guard(device_);
       event_.hold_back(stream);
+      awaited_by_ = stream;  // not before: another thread may go on with that stream
     }
     return true;
   }
@@ -75,6 +77,8 @@ class NcclGroup::LaunchedWork : public Work {
   const int device_;
   const std::optional<std::uint64_t> capture_;
   cuda::OwnedEvent event_;
+  // The last stream that waits, which may be null; nobody's before.
+  std::atomic<const void*> awaited_by_{this};
 };
 
 }  // namespace pydist

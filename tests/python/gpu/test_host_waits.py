@@ -1,14 +1,18 @@
-"""How often the host waits for the GPU in a training step, as the stand-in counts it.
+"""What a training step costs the host and the GPU, as the stand-in counts it.
 
-A wait is what stops the thread that trains until the GPU has come so far: a number that is read, a
-copy from or to ordinary memory, an event or a stream that is waited for.
+A host wait is what stops the thread that trains until the GPU has come so far: a number that is
+read, a copy from or to ordinary memory, an event or a stream that is waited for. An event wait
+holds the stream up on which the model computes. A launch is a kernel of NCCL's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import fake_cuda
 import gpu_ranks
@@ -52,18 +56,59 @@ def convolutions() -> nn.Module:
     )
 
 
-def waits_of(step: Callable[[], None]) -> list[str]:
-    """What the host waits for in a step, once everything is settled."""
+class Residual(nn.Module):
+    """A block as ResNet has them, behind a first layer: three batch normalisations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(3))
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.norms[0](self.first(images)).relu()
+        y = self.norms[1](self.convolutions[0](x)).relu()
+        return torch.relu(x + self.norms[2](self.convolutions[1](y)))
+
+
+@dataclass
+class Counts:
+    """Of one step, but for the last two: of the whole process."""
+
+    host_waits: list[str]
+    launches: int
+    event_waits: int
+    buckets: int
+    communicators: tuple[int, int]  # made, and how many of these were split off others
+    contexts: int
+
+
+def counts_of(step: Callable[[], None], model: pydist.DataParallel) -> Counts:
+    """What a step costs, once everything is settled."""
     for _ in range(_STEPS_BEFORE):
         step()
     fake_cuda.synchronize()
     fake_cuda.take_host_waits()
+    fake_cuda.take_event_waits()
+    has_nccl = os.environ["PYDIST_BACKEND"] == "nccl"
+    nccl = ctypes.CDLL("libnccl.so.2") if has_nccl else None
+    before = nccl.fake_nccl_launches() if nccl else 0
     step()
-    waits: list[str] = fake_cuda.take_host_waits()
-    return waits
+    return Counts(
+        host_waits=fake_cuda.take_host_waits(),
+        launches=nccl.fake_nccl_launches() - before if nccl else 0,
+        event_waits=fake_cuda.take_event_waits(),
+        buckets=len(model.stats().buckets),
+        communicators=(
+            (nccl.fake_nccl_communicators_made(), nccl.fake_nccl_communicators_split())
+            if nccl
+            else (0, 0)
+        ),
+        contexts=ctypes.CDLL("libcuda.so.1").fake_driver_contexts() if nccl else 0,
+    )
 
 
-def train(kind: str) -> list[str]:
+def train(kind: str) -> Counts:
     install = gpu_ranks.install if os.environ["PYDIST_BACKEND"] == "nccl" else staged_gpu.install
     install(delay_us=0)
     joined()
@@ -73,8 +118,9 @@ def train(kind: str) -> list[str]:
     if kind.startswith("batch norm"):
         inputs, module = torch.randn(4, 2, 5, 5).to("cuda"), convolutions()
     if kind == "batch norm of all ranks":
-        module = pydist.SyncBatchNorm.convert_sync_batchnorm(module)
-    model = pydist.DataParallel(module.to("cuda"))
+        module = pydist.SyncBatchNorm.convert_sync_batchnorm(Residual())
+    # Some buckets, and not one.
+    model = pydist.DataParallel(module.to("cuda"), bucket_cap_mb=0.0003)
     optimizer: torch.optim.Optimizer
     if kind.startswith("stage"):
         optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1, stage=int(kind[6]))
@@ -91,7 +137,25 @@ def train(kind: str) -> list[str]:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    return waits_of(step)
+    return counts_of(step, model)
+
+
+def saved(folder: str) -> tuple[int, int]:
+    gpu_ranks.install(delay_us=0)
+    joined()
+    nccl = ctypes.CDLL("libnccl.so.2")
+    model = pydist.DataParallel(Attention().to("cuda"))
+    before = nccl.fake_nccl_communicators_made()
+    pydist.checkpoint.save(folder, model=model, step=1)
+    pydist.checkpoint.load(folder, model=model)
+    return before, nccl.fake_nccl_communicators_made()
+
+
+def test_checkpoints_take_nothing_of_the_gpu(tmp_path: Path) -> None:
+    """Their ranks talk by the host."""
+    env = {"PYDIST_BACKEND": "nccl"}
+    for before, after in run_ranks(saved, 2, str(tmp_path), env=env, timeout=50):
+        assert before == after == 2
 
 
 @pytest.mark.parametrize("backend", ["nccl", "native"])
@@ -105,10 +169,36 @@ def train(kind: str) -> list[str]:
         ("batch norm", []),
         # The weight is a number of the host's, which tells the others.
         ("weighted", ["aten::_local_scalar_dense"]),
-        # The two layers' statistics travel by the host, forward and backward.
-        ("batch norm of all ranks", ["aten::copy_"] * 4),
+        # The three layers' statistics travel by the host, forward and backward, but on NCCL.
+        ("batch norm of all ranks", ["aten::copy_"] * 6),
     ],
 )
 def test_how_often_the_host_waits(backend: str, kind: str, waits: list[str]) -> None:
+    if backend == "nccl" and kind == "batch norm of all ranks":
+        waits = []
     for found in run_ranks(train, 2, kind, env={"PYDIST_BACKEND": backend}, timeout=50):
-        assert found == waits
+        assert found.host_waits == waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "directions", "beside", "communicators"),
+    [
+        ("attention", 1, 0, 2),  # the world's, and the wrapper's
+        # Each layer's statistics, forward and backward, on a communicator of the layers'; and the
+        # buffers that they have changed.
+        ("batch norm of all ranks", 1, 7, 3),
+        # Gradients are reduced and scattered, parameters gathered.
+        ("stage 1", 2, 0, 3),
+        ("stage 2", 2, 0, 3),
+    ],
+)
+def test_what_a_step_costs_on_nccl(
+    kind: str, directions: int, beside: int, communicators: int
+) -> None:
+    for found in run_ranks(train, 2, kind, env={"PYDIST_BACKEND": "nccl"}, timeout=50):
+        assert found.host_waits == []
+        assert found.buckets > 1
+        assert found.launches == directions * found.buckets + beside, found
+        assert found.event_waits <= directions * found.buckets + beside, found
+        assert found.communicators == (communicators, communicators - 1)
+        assert found.contexts == 1
