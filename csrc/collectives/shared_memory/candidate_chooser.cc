@@ -7,7 +7,7 @@ namespace pydist {
 namespace {
 
 // See Note [What trying may cost].
-constexpr double kUsesForOneTry = 128;
+constexpr double kUsesForOneTry = 256;
 // A candidate replaces the current one where its median is at most this part of the other's,
 constexpr double kBetter = 0.95;
 // and so many of the pairs of their times say the same. With 7 times each, equal candidates come as
