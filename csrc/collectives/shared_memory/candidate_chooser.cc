@@ -47,10 +47,7 @@ CandidateChooser::Plan CandidateChooser::next() {
     if (rhythm_.always_tries) {
       begin_session();
     }
-  } else if (phase_ == Phase::kSettling && uses_ > rhythm_.uses_before_first) {
-    begin_session();
-  } else if (phase_ == Phase::kSteady &&
-             credit_ >= (has_changed_ ? session_cost_ / 2 : 2 * session_cost_)) {
+  } else if (is_due()) {
     begin_session();
   }
   if (phase_ == Phase::kSession && script_.empty()) {
@@ -74,6 +71,14 @@ std::size_t CandidateChooser::quiet_uses() const noexcept {
   return phase_ == Phase::kSteady && uses_since_look_ + 1 < next_look
              ? next_look - 1 - uses_since_look_
              : 0;
+}
+
+bool CandidateChooser::is_due() const noexcept {
+  if (phase_ == Phase::kSettling) {
+    return uses_ > rhythm_.uses_before_first;
+  }
+  return phase_ == Phase::kSteady &&
+         credit_ >= (has_changed_ ? session_cost_ / 2 : 2 * session_cost_);
 }
 
 void CandidateChooser::pass(std::size_t uses) noexcept {

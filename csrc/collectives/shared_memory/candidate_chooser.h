@@ -76,6 +76,7 @@ class CandidateChooser {
     kSteady,    // between sessions; goes on to kSession
   };
 
+  [[nodiscard]] bool is_due() const noexcept;  // a session
   void begin_session();
   void plan_round();
   void drop_hopeless();
