@@ -41,6 +41,7 @@ const Stream kStreamLegacy = reinterpret_cast<Stream>(1);
   each(cuStreamDestroy_v2, (void*))                                                               \
   each(cuStreamGetCaptureInfo_v2,                                                                 \
        (void*, int*, std::uint64_t*, void**, const void***, std::size_t*))                        \
+  each(cuStreamGetId, (void*, unsigned long long*))                                               \
   each(cuStreamQuery, (void*))                                                                    \
   each(cuStreamWaitEvent, (void*, void*, unsigned))                                               \
   each(cuEventCreate, (void**, unsigned))                                                         \
@@ -148,6 +149,12 @@ void in_context(const Functions& functions, Context context, const Function& fun
 
 void Driver::destroy_stream(Stream stream, Context context) const noexcept {
   in_context(functions_, context, [&] { functions_.cuStreamDestroy_v2(stream); });
+}
+
+std::uint64_t Driver::id_of(Stream stream) const {
+  unsigned long long id = 0;
+  check(functions_.cuStreamGetId(stream, &id), "tell which stream it is");
+  return id;
 }
 
 std::optional<std::uint64_t> Driver::capture_of(Stream stream) const {

@@ -38,6 +38,8 @@ class Driver {
   [[nodiscard]] Stream create_stream() const;
   // On any thread; `context` is the one that it was made in.
   void destroy_stream(Stream stream, Context context) const noexcept;
+  // A number that no other stream of this process ever has, also after this one is destroyed.
+  [[nodiscard]] std::uint64_t id_of(Stream stream) const;
   // The number, which no other of this process has, of the capture into a graph that the stream is
   // part of. The legacy default stream is never captured.
   [[nodiscard]] std::optional<std::uint64_t> capture_of(Stream stream) const;

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 # The communicator on which each layer talks, and the group that it stands for.
 _in_use: WeakKeyDictionary[SyncBatchNorm, tuple[object, Communicator]] = WeakKeyDictionary()
+# Whether a communicator's GPU tensors stay on the GPU.
+_on_nccl: WeakKeyDictionary[Communicator, bool] = WeakKeyDictionary()
 # The communicator and the group of the wrapper around each layer, from which the layer's own
 # communicator is split. Wrapped models may be trained in threads, so their layers must not share a
 # communicator.
@@ -323,8 +325,7 @@ def _statistics(input: Tensor, communicator: Communicator) -> tuple[Tensor, Tens
     have travelled."""
     channels = input.size(1)
     count = input.numel() // max(channels, 1)
-    is_on_nccl = input.is_cuda and communicator.capabilities()["backend"] == "nccl"
-    place = input.device if is_on_nccl else torch.device("cpu")
+    place = input.device if input.is_cuda and _is_on_nccl(communicator) else torch.device("cpu")
     # Float64 holds any count; the message is small.
     message = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=place)
     if input.numel() > 0:
@@ -345,6 +346,13 @@ def _statistics(input: Tensor, communicator: Communicator) -> tuple[Tensor, Tens
     mean = (counts * means).sum(0) / divisor
     squares_of_all = squares.sum(0) + (counts * (means - mean).square()).sum(0)
     return mean, squares_of_all / divisor, total
+
+
+def _is_on_nccl(communicator: Communicator) -> bool:
+    known = _on_nccl.get(communicator)
+    if known is None:
+        known = _on_nccl[communicator] = communicator.capabilities()["backend"] == "nccl"
+    return known
 
 
 def _sent_to(device: torch.device, values: Tensor) -> Tensor:

@@ -572,6 +572,12 @@ int cuStreamGetCaptureInfo_v2(void* stream, int* status, std::uint64_t* id, void
   return kSuccess;
 }
 
+// Queues are never destroyed, so no two have one address.
+int cuStreamGetId(void* stream, unsigned long long* id) {
+  *id = reinterpret_cast<std::uintptr_t>(stream);
+  return has_context() ? kSuccess : kInvalidContext;
+}
+
 int cuStreamQuery(void* stream) {
   {
     const std::lock_guard lock(state().mutex);

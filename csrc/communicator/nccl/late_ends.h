@@ -32,7 +32,7 @@ class LateEnds {
   // Runs `end`, which does not throw, on a thread of that name (of at most 15 characters), and
   // lets go of it there. `complaint` is what the log says if it is not over by `until`. Throws
   // where no thread is to be had. Waits for no thread, not even for one that is over: what ends
-  // with a thread may need what the caller keeps from it, as CUDA's callbacks do.
+  // with a thread may need what the caller keeps from it, such as CUDA's locks.
   void start(const char* name, std::function<void()> end, Deadline until, std::string complaint);
 
   // Waits for those that have begun: for each until its own deadline, and `deadline` at most. What

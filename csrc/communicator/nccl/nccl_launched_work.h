@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -27,10 +28,13 @@ class NcclGroup::LaunchedWork : public Work {
   [[nodiscard]] bool wait_on_stream(void* stream) override {
     require_not_forked();
     rethrow_if_any(exception());
-    if (awaited_by_ != stream && is_to_be_awaited()) {
+    if (is_to_be_awaited()) {
       const cuda::DeviceGuard guard(device_);
-      event_.hold_back(stream);
-      awaited_by_ = stream;  // not before: another thread may go on with that stream
+      const std::uint64_t id = cuda::Driver::get().id_of(stream);
+      if (awaited_by_ != id) {
+        event_.hold_back(stream);
+        awaited_by_ = id;  // not before: another thread may go on with that stream
+      }
     }
     return true;
   }
@@ -64,6 +68,8 @@ class NcclGroup::LaunchedWork : public Work {
   }
 
  private:
+  static constexpr std::uint64_t kNoStream = std::numeric_limits<std::uint64_t>::max();
+
   [[nodiscard]] bool is_to_be_awaited() const {
     if (!capture_) {
       return !is_completed();
@@ -77,8 +83,8 @@ class NcclGroup::LaunchedWork : public Work {
   const int device_;
   const std::optional<std::uint64_t> capture_;
   cuda::OwnedEvent event_;
-  // The last stream that waits, which may be null; nobody's before.
-  std::atomic<const void*> awaited_by_{this};
+  // The last stream that waits.
+  std::atomic<std::uint64_t> awaited_by_{kNoStream};
 };
 
 }  // namespace pydist
