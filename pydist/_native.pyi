@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -516,6 +516,10 @@ class Reducer:
         """
         Announces the backward that will start from an output of forward, and whether it averages.
         """
+    def watch_shards(self, owner: typing.SupportsInt | typing.SupportsIndex, watcher: collections.abc.Callable) -> None:
+        """
+        Around each launch of a bucket of an optimizer, on the launching thread and its streams, `watcher(number, work)` is called: before it with None, after it with what fills the shard. Not in rounds that are given up or captured.
+        """
     @property
     def buckets(self) -> list:
         """
@@ -625,6 +629,19 @@ class KeyedPermutation:
         """
         What stands at first, first + step, ...: int64, `count` of them.
         """
+class StepThreads:
+    """
+    Threads for adam_step and sgd_step on the CPU, beside torch's.
+    """
+    def __init__(self, count: typing.SupportsInt | typing.SupportsIndex) -> None:
+        """
+        So many, the caller of a step included.
+        """
+    @property
+    def count(self) -> int:
+        """
+        The caller of a step included.
+        """
 class TunedClass:
     """
     Collectives that are tuned together, and what was the fastest of them.
@@ -673,9 +690,9 @@ def abort_all(message: str, cause: str) -> None:
     """
     Fails all groups of this process, here and on every other rank: this rank is the culprit, `cause` the reason that errors carry.
     """
-def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, exp_avgs: torch.Tensor | collections.abc.Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor], max_exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None = None, *, step: torch.Tensor | collections.abc.Sequence[torch.Tensor], lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
+def adam_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, exp_avgs: torch.Tensor | collections.abc.Sequence[torch.Tensor], exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor], max_exp_avg_sqs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None = None, *, step: torch.Tensor | collections.abc.Sequence[torch.Tensor], lr: typing.SupportsFloat | typing.SupportsIndex, beta1: typing.SupportsFloat | typing.SupportsIndex, beta2: typing.SupportsFloat | typing.SupportsIndex, eps: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, decoupled: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0, threads: StepThreads | None = None) -> None:
     """
-    One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first.
+    One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on torch's threads, or on the current stream of the tensors' CUDA device. Contiguous tensors of one shape for each segment; masters only and always for 16-bit parameters, whose values count where they are not the master's, rounded; max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count the steps before and are counted on; the gradients are multiplied by gradient_scale first; on the CPU, threads take the place of torch's.
     """
 def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex, factory: collections.abc.Callable, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], long_wait: typing.SupportsFloat | typing.SupportsIndex = 60.0, parent: Communicator | None = None, interfaces: collections.abc.Sequence[str] = [], address: str | None = None) -> Communicator:
     """
@@ -765,7 +782,7 @@ def set_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
     """
     This process's rank in its job, for its log lines and `pydist doctor`; -1: it is in none.
     """
-def sgd_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, momentum_buffers: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, *, begins: collections.abc.Sequence[bool], lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex, dampening: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, nesterov: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0) -> None:
+def sgd_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, momentum_buffers: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, *, begins: collections.abc.Sequence[bool], lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex, dampening: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, nesterov: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0, threads: StepThreads | None = None) -> None:
     """
     One step of torch.optim.SGD, as adam_step. begins: of each, whether its momentum buffer holds nothing yet, and gets the gradient.
     """

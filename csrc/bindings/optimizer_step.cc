@@ -161,7 +161,7 @@ void launch_sgd(const StepSegments& segments, const SgdRule& rule, const std::ve
 // ---- on either ----------------------------------------------------------------------------
 
 void run_adam(const StepSegments& segments, const AdamRule& rule, const StepCounts& steps,
-              double gradient_scale) {
+              double gradient_scale, StepThreads* threads) {
   std::vector<AdamFactors> factors;
   factors.reserve(segments.size());
   for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -170,16 +170,19 @@ void run_adam(const StepSegments& segments, const AdamRule& rule, const StepCoun
     factors.push_back(is_as_before ? factors.back() : factors_of(rule, steps[i], gradient_scale));
   }
   segments.for_each_part(
-      [&](std::size_t index, const StepSegment& part) { adam_step(factors[index], part); });
+      [&](std::size_t index, const StepSegment& part) { adam_step(factors[index], part); },
+      threads);
 }
 
 void run_sgd(const StepSegments& segments, const SgdRule& rule, const std::vector<bool>& begins,
-             double gradient_scale) {
+             double gradient_scale, StepThreads* threads) {
   const std::array<SgdFactors, 2> factors = {factors_of(rule, /*begins=*/false, gradient_scale),
                                              factors_of(rule, /*begins=*/true, gradient_scale)};
-  segments.for_each_part([&](std::size_t index, const StepSegment& part) {
-    sgd_step(factors[begins[index] ? 1 : 0], part);
-  });
+  segments.for_each_part(
+      [&](std::size_t index, const StepSegment& part) {
+        sgd_step(factors[begins[index] ? 1 : 0], part);
+      },
+      threads);
 }
 
 // Runs step() without the GIL, on memory that lies apart.
@@ -196,7 +199,8 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
                           const TensorsArgument& exp_avg_sqs,
                           const OptionalTensors& max_exp_avg_sqs, const TensorsArgument& step,
                           double lr, double beta1, double beta2, double eps, double weight_decay,
-                          bool decoupled, bool maximize, double gradient_scale) {
+                          bool decoupled, bool maximize, double gradient_scale,
+                          std::optional<StepThreads*> threads) {
   StepSegments segments("adam_step", parameters, gradients, masters);
   segments.add_states("exp_avgs", exp_avgs.tensors);
   segments.add_states("exp_avg_sqs", exp_avg_sqs.tensors);
@@ -213,8 +217,13 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
                       .amsgrad = max_exp_avg_sqs.has_value(),
                       .maximize = maximize};
   const bool is_on_device = segments.device().type == DeviceType::kCuda;
-  run(segments,
-      [&] { (is_on_device ? launch_adam : run_adam)(segments, rule, counts, gradient_scale); });
+  run(segments, [&] {
+    if (is_on_device) {
+      launch_adam(segments, rule, counts, gradient_scale);
+    } else {
+      run_adam(segments, rule, counts, gradient_scale, threads.value_or(nullptr));
+    }
+  });
   counts.keep();
 }
 
@@ -222,7 +231,7 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
                          const OptionalTensors& masters, const OptionalTensors& momentum_buffers,
                          const std::vector<bool>& begins, double lr, double momentum,
                          double dampening, double weight_decay, bool nesterov, bool maximize,
-                         double gradient_scale) {
+                         double gradient_scale, std::optional<StepThreads*> threads) {
   StepSegments segments("sgd_step", parameters, gradients, masters);
   if ((momentum != 0) != momentum_buffers.has_value()) {
     throw InvalidUsage(join("sgd_step: momentum is ", momentum, ", so momentum_buffers must ",
@@ -239,8 +248,13 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
                      .nesterov = nesterov,
                      .maximize = maximize};
   const bool is_on_device = segments.device().type == DeviceType::kCuda;
-  run(segments,
-      [&] { (is_on_device ? launch_sgd : run_sgd)(segments, rule, begins, gradient_scale); });
+  run(segments, [&] {
+    if (is_on_device) {
+      launch_sgd(segments, rule, begins, gradient_scale);
+    } else {
+      run_sgd(segments, rule, begins, gradient_scale, threads.value_or(nullptr));
+    }
+  });
 }
 
 void step_traffic_on_tensors(const TensorsArgument& parameters, const TensorsArgument& gradients,
@@ -266,23 +280,29 @@ void step_traffic_on_tensors(const TensorsArgument& parameters, const TensorsArg
 }  // namespace
 
 void bind_optimizer_step(py::module_& module) {
+  py::class_<StepThreads>(module, "StepThreads",
+                          "Threads for adam_step and sgd_step on the CPU, beside torch's.")
+      .def(py::init<int>(), py::arg("count"), "So many, the caller of a step included.")
+      .def_property_readonly("count", &StepThreads::count, "The caller of a step included.");
   module.def("adam_step", &adam_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
              py::arg("masters"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
              py::arg("max_exp_avg_sqs") = py::none(), py::kw_only(), py::arg("step"), py::arg("lr"),
              py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
              py::arg("decoupled"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
+             py::arg("threads") = py::none(),
              "One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on "
              "torch's threads, or on the current stream of the tensors' CUDA device. Contiguous "
              "tensors of one shape for each segment; masters only and always for 16-bit "
              "parameters, whose values count where they are not the master's, rounded; "
              "max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count "
              "the steps before and are counted on; the gradients are multiplied by gradient_scale "
-             "first.");
+             "first; on the CPU, threads take the place of torch's.");
   module.def(
       "sgd_step", &sgd_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
       py::arg("masters"), py::arg("momentum_buffers"), py::kw_only(), py::arg("begins"),
       py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
       py::arg("nesterov"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
+      py::arg("threads") = py::none(),
       "One step of torch.optim.SGD, as adam_step. begins: of each, whether its momentum buffer "
       "holds nothing yet, and gets the gradient.");
   module.def("step_traffic", &step_traffic_on_tensors, py::arg("parameters"), py::arg("gradients"),

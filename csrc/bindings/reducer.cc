@@ -284,6 +284,22 @@ void bind_reducer(py::module_& module) {
           "Returns the ranks that refuse, those that went backward instead, which fails there and "
           "drops the gradients here, whether all are in step() of one optimizer, and whether "
           "options agree.")
+      .def(
+          "watch_shards",
+          [](Reducer& self, int owner, py::function watcher) {
+            self.watch_shards(owner, [held = hold_function(std::move(watcher))](
+                                         const GradientBucket& bucket, const WorkPtr& work) {
+              const py::gil_scoped_acquire gil;
+              const py::object shown =
+                  work == nullptr ? py::none() : python_work(work, /*rank=*/-1, {bucket.shard});
+              call_python<void>(*held, bucket.number, shown);
+            });
+          },
+          py::arg("owner"), py::arg("watcher"),
+          "Around each launch of a bucket of an optimizer, on the launching thread and its "
+          "streams, "
+          "`watcher(number, work)` is called: before it with None, after it with what fills the "
+          "shard. Not in rounds that are given up or captured.")
       .def("set_stepping", &Reducer::set_stepping, py::arg("owner"),
            "Tells in step() of which optimizer, by its number, this rank is from now on; 0: of "
            "none.")

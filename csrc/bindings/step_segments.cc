@@ -160,7 +160,8 @@ void StepSegments::require_apart() const {
 }
 
 void StepSegments::for_each_part(
-    const std::function<void(std::size_t index, const StepSegment& part)>& step) const {
+    const std::function<void(std::size_t index, const StepSegment& part)>& step,
+    StepThreads* threads) const {
   std::vector<std::size_t> ends;
   ends.reserve(segments_.size());
   std::size_t total = 0;
@@ -168,7 +169,7 @@ void StepSegments::for_each_part(
     ends.push_back(total += segment.count);
   }
   const auto blocks = (static_cast<std::int64_t>(total) + kBlock - 1) / kBlock;
-  on_torch_threads(blocks, kElementsPerThread / kBlock, [&](std::int64_t first, std::int64_t last) {
+  const StepThreads::Range range = [&](std::int64_t first, std::int64_t last) {
     auto begin = static_cast<std::size_t>(first * kBlock);
     const std::size_t end = std::min(total, static_cast<std::size_t>(last * kBlock));
     auto index =
@@ -181,7 +182,12 @@ void StepSegments::for_each_part(
         begin = stop;
       }
     }
-  });
+  };
+  if (threads != nullptr) {
+    threads->run(blocks, kElementsPerThread / kBlock, range);
+  } else {
+    on_torch_threads(blocks, kElementsPerThread / kBlock, range);
+  }
 }
 
 void StepSegments::bump_versions() const {

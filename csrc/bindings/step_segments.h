@@ -13,6 +13,7 @@
 
 #include "base/buffer.h"
 #include "bindings/arguments.h"
+#include "bindings/step_threads.h"
 #include "kernels/cpu/optimizer_step.h"
 
 namespace pydist {
@@ -39,10 +40,10 @@ class StepSegments {
   // Throws InvalidUsage where an array that is written shares memory with another.
   void require_apart() const;
 
-  // Calls step(index, segment) for parts of segments that together are all of them, on torch's
-  // threads. On the CPU. The GIL is not needed.
-  void for_each_part(
-      const std::function<void(std::size_t index, const StepSegment& part)>& step) const;
+  // Calls step(index, segment) for parts of segments that together are all of them, on `threads`,
+  // or on torch's where there are none. On the CPU. The GIL is not needed.
+  void for_each_part(const std::function<void(std::size_t index, const StepSegment& part)>& step,
+                     StepThreads* threads = nullptr) const;
 
   // Tells autograd which tensors were written, as torch's in-place operators do.
   void bump_versions() const;

@@ -77,11 +77,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "bucketing/arrival_order.h"
@@ -193,6 +195,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // are not kept. A parameter that joins the model later may name its owner in add().
   void shard(int owner, int stage, const std::vector<std::size_t>& slots,
              const std::vector<at::Tensor>& shown);
+
+  // Called around each launch of a bucket of the optimizer `owner`, on the launching thread and its
+  // streams: before it without a work, after it with the one that fills the shard. Not in rounds
+  // that are given up or captured.
+  using Watcher = std::function<void(const GradientBucket& bucket, const WorkPtr& work)>;
+  void watch_shards(int owner, Watcher watcher) { watchers_[owner] = std::move(watcher); }
 
   // From here on, this rank is in step() of the optimizer `owner`; 0: in none.
   void set_stepping(int owner) noexcept { stepping_ = owner; }
@@ -430,6 +438,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unordered_set<const c10::TensorImpl*> parameters_;  // of the slots, which keep them
   OperationsUnderWay operations_;
   std::unique_ptr<BucketPolicy> policy_;
+  std::map<int, Watcher> watchers_;      // by owner
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
   int rounds_learned_ = 0;               // of whose backwards the order is known
   int rounds_before_hook_keeps_plan_ = 1;

@@ -150,15 +150,22 @@ void Reducer::launch(Closing::Status status) {
   const at::Tensor memory = is_lost ? at::empty_like(bucket.memory) : bucket.travelling;
   const at::Tensor shard = is_lost ? at::empty_like(bucket.shard) : bucket.shard;
   const DepartingBucket departing{number, bucket.label, memory, shard};
+  const auto watcher = status == Closing::Status::kFine && !round_.is_captured
+                           ? watchers_.find(bucket.owner)
+                           : watchers_.end();
+  WorkPtr work;
   try {
     if (status == Closing::Status::kFine) {
       policy_->prepare(departing, *round_.combination);
     }
-    WorkPtr work = policy_->reduce(
+    if (watcher != watchers_.end()) {
+      watcher->second(bucket, nullptr);
+    }
+    work = policy_->reduce(
         departing, *round_.combination,
         [times = round_.times, number](const auto&) { times->buckets[number].done = now_ns(); });
     if (bucket.berth != nullptr && !is_lost) {
-      bucket.berth->set_work(std::move(work));
+      bucket.berth->set_work(work);
     }
   } catch (...) {
     // What the program raises while a round is given up changes nothing: the closing tells it.
@@ -168,6 +175,9 @@ void Reducer::launch(Closing::Status status) {
   }
   // Counted only now: a bucket that was refused is sent when the round is given up.
   ++round_.launched;
+  if (watcher != watchers_.end()) {
+    watcher->second(bucket, work);
+  }
   if (round_.times->computed == 0) {
     round_.launching_s += static_cast<double>(now_ns() - began) * 1e-9;
   }

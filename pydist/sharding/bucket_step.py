@@ -24,6 +24,7 @@ from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Member, Segment
 from pydist.sharding.element_wise import ELEMENT_WISE, groups_unchanged
 from pydist.sharding.eligibility import unhooked_step
+from pydist.sharding.gather import gather
 from pydist.sharding.parameter_groups import options_of
 from pydist.sharding.sharded_gradient import ShardedGradient
 
@@ -44,6 +45,8 @@ class BucketStep:
         bucket: Without an optimizer.
         param_groups: Of whole parameters.
         make: Makes one of the wrapped class, of the groups that it is given.
+        threads: On which the kernels step, on the host, whether the groups ask for them or not;
+            default: torch's, where the groups do.
     """
 
     def __init__(
@@ -51,9 +54,10 @@ class BucketStep:
         bucket: Bucket,
         param_groups: Sequence[dict[str, Any]],
         make: Callable[[list[dict[str, Any]]], Optimizer],
+        threads: _native.StepThreads | None = None,
     ) -> None:
         self.bucket = bucket
-        self._parts: list[_Part] = []
+        self.parts: list[Part] = []
         self._strays: list[Member] = []
         group_of = {
             id(parameter): number
@@ -73,8 +77,8 @@ class BucketStep:
             ]
         )
         for number, own in zip(numbers, bucket.optimizer.param_groups, strict=True):
-            fused = fused_step(bucket.optimizer, own, segments[number])
-            self._parts.append(_Part(number, own, segments[number], fused))
+            fused = fused_step(bucket.optimizer, own, segments[number], threads)
+            self.parts.append(Part(number, own, segments[number], fused))
 
     def check(self, *, takes_back: bool) -> None:
         """Raises where `run` can't be called. Changes nothing.
@@ -100,32 +104,48 @@ class BucketStep:
         Args:
             param_groups: Of whole parameters, with the options for this step.
         """
-        bucket = self.bucket
-        changing = bucket.take_back(self._strays)
-        changing += [p for p in bucket.parameters if p.grad is not None]
-        # The same on all ranks, as gradients are. A backward that has saved one of the others may
-        # still use it.
-        torch.autograd.graph.increment_version(changing)
-        if bucket.optimizer is None:
-            return
-        left = []
-        for part in self._parts:
+        torch.autograd.graph.increment_version(self.take_back())
+        self.take_options(param_groups)
+        self.update([[_gradient_of(s) for s in part.segments] for part in self.parts])
+
+    def gather(self, communicator: _native.Communicator) -> None:
+        """Starts to bring the other ranks' shards, after `run`. All ranks call it."""
+        gather(self.bucket, communicator)
+
+    def take_back(self) -> list[Tensor]:
+        """Strays move in again.
+
+        Returns:
+            The parameters that this step changes. They are the same on all ranks, as gradients
+            are; a backward that has saved one of the others may still use it.
+        """
+        changing = self.bucket.take_back(self._strays)
+        return changing + [p for p in self.bucket.parameters if p.grad is not None]
+
+    def take_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Takes over the options for this step."""
+        for part in self.parts:
             part.group.update(options_of(param_groups[part.number]))
-            gradients = [_gradient_of(segment) for segment in part.segments]
-            if part.fused is None or not part.fused.run(gradients):
-                left.append((part, gradients))
+
+    def update(self, gradients: Sequence[_Gradients], scale: float = 1.0) -> None:
+        """Updates the segments of each part by its gradients, which are multiplied first."""
+        left: list[tuple[Part, _Gradients]] = []
+        for part, own in zip(self.parts, gradients, strict=True):
+            if part.fused is None or not part.fused.run(own, scale):
+                left.append((part, own if scale == 1 else _scaled(own, scale)))
         if left:
-            _step_by_class(bucket.optimizer, left)
+            assert self.bucket.optimizer is not None
+            _step_by_class(self.bucket.optimizer, left)
 
     def forget_states(self) -> None:
         """The state was replaced."""
-        for part in self._parts:
+        for part in self.parts:
             if part.fused is not None:
                 part.fused.forget()
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """The segments of one group.
 
     Attributes:
@@ -142,7 +162,7 @@ class _Part:
 
 
 def _step_by_class(
-    optimizer: Optimizer, parts: Sequence[tuple[_Part, Sequence[Tensor | None]]]
+    optimizer: Optimizer, parts: Sequence[tuple[Part, Sequence[Tensor | None]]]
 ) -> None:
     """Updates segments as torch's class does; what is not among them has no gradient."""
     stepping = []
@@ -163,6 +183,10 @@ def _step_by_class(
         if segment.has_master:
             segment.values.copy_(segment.updated)
         segment.updated.grad = None
+
+
+def _scaled(gradients: _Gradients, scale: float) -> list[Tensor | None]:
+    return [None if gradient is None else gradient * scale for gradient in gradients]
 
 
 def _bring_steps(optimizer: Optimizer, segments: Sequence[Segment]) -> None:
@@ -202,7 +226,10 @@ def _require_taken(member: Member, gradient: Tensor, is_averaged: bool) -> None:
 
 
 def fused_step(
-    optimizer: Optimizer, group: dict[str, Any], segments: Sequence[Segment]
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    segments: Sequence[Segment],
+    threads: _native.StepThreads | None = None,
 ) -> FusedStep | None:
     """The step of the segments of a group.
 
@@ -210,6 +237,7 @@ def fused_step(
         optimizer: Of the wrapped class.
         group: One of its groups.
         segments: What is in it; at least one.
+        threads: As for `BucketStep`.
 
     Returns:
         None where no kernel takes the class or the segments.
@@ -218,7 +246,7 @@ def fused_step(
     if type(optimizer) not in FUSED_CLASSES or not dtypes:
         return None
     kind = _SgdStep if type(optimizer) is torch.optim.SGD else _AdamStep
-    return kind(optimizer, group, segments, dtypes)
+    return kind(optimizer, group, segments, dtypes, threads)
 
 
 class FusedStep:
@@ -229,6 +257,7 @@ class FusedStep:
         group: Their options.
         segments: In the order of the gradients that `run` is given.
         gradient_dtypes: In which the kernel takes them.
+        threads: As for `BucketStep`.
     """
 
     def __init__(
@@ -237,25 +266,28 @@ class FusedStep:
         group: dict[str, Any],
         segments: Sequence[Segment],
         gradient_dtypes: frozenset[torch.dtype],
+        threads: _native.StepThreads | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._group = group
         self._segments = segments
         self._gradient_dtypes = gradient_dtypes
+        self._threads = threads
         # What a call takes, which stays the same while the same segments step; and which those are.
         self._targets: list[Tensor] = []
         self._masters: list[Tensor] | None = None
         self._states: list[list[Tensor]] = []
         self._key: object = None
 
-    def run(self, gradients: _Gradients) -> bool:
-        """Updates the segments that have a gradient.
+    def run(self, gradients: _Gradients, scale: float = 1.0) -> bool:
+        """Updates the segments that have a gradient, which is multiplied by `scale` first.
 
         Returns:
             Whether it did. Otherwise nothing has changed, and it is for torch's class: the group
             does not ask for it, or has options, or the gradients a dtype, that no kernel takes.
         """
-        if not self._group.get("fused") or any(self._group.get(name) for name in _NOT_FUSED):
+        is_wanted = self._threads is not None or self._group.get("fused")
+        if not is_wanted or any(self._group.get(name) for name in _NOT_FUSED):
             return False
         options = self._options()
         if options is None:
@@ -276,7 +308,7 @@ class FusedStep:
             if self._key != (chosen, names):
                 self._gather(chosen, names)
                 self._key = (chosen, names)
-            self._call(taken, options)
+            self._call(taken, {**options, "gradient_scale": scale, "threads": self._threads})
         return True
 
     def forget(self) -> None:

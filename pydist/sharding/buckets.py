@@ -134,7 +134,8 @@ class Bucket:
         members: In the order of their places.
         segments: What the shard has of them: at most one of each.
         optimizer: Of the wrapped class, over the segments; None if there are none.
-        averages_gradients: Whether a reducer averages gradients into a shard of their own.
+        gradients: Where a reducer averages gradients into, as they lie in `shard`, if one does.
+        number: The reducer's, for the bucket.
         is_own: Whether it is this rank's alone, whose shard is all of it. Nothing is gathered.
         gather: What brings the other ranks' shards, since the last step.
         parameters: Those of the members.
@@ -146,13 +147,19 @@ class Bucket:
     shard: Tensor
     members: list[Member]
     segments: list[Segment]
-    averages_gradients: bool
+    gradients: Tensor | None
+    number: int | None = None
     is_own: bool = False
     optimizer: Optimizer | None = None
     gather: Gather | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self.parameters = [member.parameter for member in self.members]
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether a reducer averages gradients into a shard of their own."""
+        return self.gradients is not None
 
     def wait(self) -> None:
         """Lets what follows, on the current stream or the host, see all ranks' updates."""
@@ -241,6 +248,7 @@ def move_in(
     *,
     with_masters: bool,
     view: Tensor | None = None,
+    number: int | None = None,
 ) -> Bucket:
     """Moves parameters into the memory of a bucket. All ranks call it.
 
@@ -255,6 +263,7 @@ def move_in(
         with_masters: Whether to keep float32 copies of segments in 16 bits.
         view: What the parameters become views of, where `memory` is the same on all ranks. That
             gets rank 0's values then. Default: `memory`.
+        number: The reducer's, for the bucket.
     """
     rank = 0 if communicator is None else communicator.rank
     if view is None or rank == 0:
@@ -278,4 +287,4 @@ def move_in(
             updated = values.float()
         segments.append(Segment(member, begin, values, updated, arriving.get(member.index)))
     is_own = communicator is None
-    return Bucket(label, memory, seen, shard, members, segments, gradients is not None, is_own)
+    return Bucket(label, memory, seen, shard, members, segments, gradients, number, is_own)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +28,14 @@ class ReducedGradients:
         layout: The parameters.
         communicator: The ranks.
         wrapper: The model whose reducer averages the gradients, if any does.
+        scaling: What is around a multiplication of gradients in place, by a number: of those with
+            these numbers.
     """
 
     layout: ShardedLayout
     communicator: _native.Communicator
     wrapper: DataParallel | None
+    scaling: Callable[[Tensor, set[int]], AbstractContextManager[None]] | None = None
     _changes: int = field(default=0, init=False)
     _norms: tuple[object, dict[int, Tensor]] = field(default=(None, {}), init=False)
 

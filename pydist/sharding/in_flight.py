@@ -21,7 +21,7 @@ import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +58,19 @@ def _give_up_lost() -> None:
         gather.give_up()
 
 
+class Arrival(Protocol):
+    """What brings values: a `_native.Work`, or what waits as that does."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Lets the current stream wait, where it can; with a timeout in seconds, the host."""
+
+    def is_completed(self) -> bool:
+        """Whether the values are there, or won't come."""
+
+    def exception(self) -> Any:
+        """What went wrong; None as long as nothing has."""
+
+
 class Gather:
     """One bucket's parameters, on their way.
 
@@ -66,7 +79,7 @@ class Gather:
         work: What brings their values.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], work: _native.Work) -> None:
+    def __init__(self, parameters: Sequence[Tensor], work: Arrival) -> None:
         # Parameters have the gather, and nothing has them: a model that nobody reads again goes.
         self._references = [weakref.ref(parameter) for parameter in parameters]
         self._work = work

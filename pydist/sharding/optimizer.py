@@ -11,7 +11,7 @@ import copy
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -43,8 +43,10 @@ from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.clipping import clip_gradients
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.gather import gather, let_arrive
+from pydist.sharding.gather import let_arrive
 from pydist.sharding.gradient_norms import ReducedGradients
+from pydist.sharding.offload.offload import Offload
+from pydist.sharding.offload.requirements import require_offload, requirement
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
     checked_group,
@@ -101,6 +103,9 @@ def _let_all_arrive() -> None:
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
+# The arguments that `pydist.Config` may have in its section "optimizer".
+_CONFIGURABLE = ("stage", "master_weights", "share_parameters", "offload", "delayed")
+
 # How far a step has come: its ranks have not voted yet, have voted, have changed parameters, or all
 # know of the exception that ends it.
 _Phase = Literal["checking", "voted", "stepped", "told"]
@@ -113,6 +118,15 @@ def _what_to_add(wrapper: DataParallel | None) -> str:
         "register them in the wrapped module first, as in model.module.append(layer), or use an "
         "optimizer of their own for them"
     )
+
+
+def _leave(
+    buckets: Sequence[Bucket], communicator: _native.Communicator, pid: int, offload: Offload | None
+) -> None:
+    """What an optimizer that goes, or whose job ends, has under way is over afterwards."""
+    if offload is not None:
+        offload.leave()
+    let_arrive(buckets, communicator, pid)
 
 
 def _numbers(ranks: Iterable[int]) -> str:
@@ -184,6 +198,12 @@ class ShardedOptimizer(Optimizer):
             two barriers. What the program itself writes stays the rank's own until the next step,
             which takes over what all ranks have written alike; `writing()` lets one rank write for
             all.
+        offload: "cpu" keeps the optimizer's state of the shard, for parameters on GPUs, in the
+            host's memory, and steps there, by the fused kernels; None: where the parameters are.
+        delayed: Whether the host steps beside the next forward and backward, which offload="cpu"
+            makes possible: every parameter is one step behind its gradients then. `finish()`,
+            `state_dict()` and whatever else is of parameters or state waits for that step and
+            takes it over, so all ranks call them.
         process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
             all.
         **defaults: The options of `optimizer_class`. With `fused=True`, pydist's kernels step for
@@ -210,7 +230,7 @@ class ShardedOptimizer(Optimizer):
     # Its step does, inside no_sync() as well, and tells the other ranks.
     refuses_pending_gradients = True
 
-    @takes_from_config("optimizer", names=("stage", "master_weights", "share_parameters"))
+    @takes_from_config("optimizer", names=_CONFIGURABLE)
     def __init__(
         self,
         model_or_params: nn.Module | Iterable[Any],
@@ -219,6 +239,8 @@ class ShardedOptimizer(Optimizer):
         stage: Literal[1, 2] = 1,
         master_weights: bool | Literal["auto"] = "auto",
         share_parameters: bool = False,
+        offload: Literal["cpu"] | None = None,
+        delayed: bool = False,
         process_group: ProcessGroup | None = None,
         **defaults: Any,
     ) -> None:
@@ -231,6 +253,7 @@ class ShardedOptimizer(Optimizer):
         self._class = optimizer_class
         self._options = dict(defaults)
         self._is_one_copy = flag("share_parameters", share_parameters)
+        require_offload(offload, delayed, optimizer_class, is_one_copy=self._is_one_copy)
         self._is_debugging = bool(_native.read_environment().debug)
         self._wrapper = model_of(model_or_params, param_groups)
         self._require_working_model()
@@ -258,6 +281,7 @@ class ShardedOptimizer(Optimizer):
         self._is_in_step = False
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
+        self._offload: Offload | None = None
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
@@ -268,6 +292,7 @@ class ShardedOptimizer(Optimizer):
             f"stage={stage}",
             f"master_weights={master_weights!r}",
             f"share_parameters={share_parameters!r}",
+            f"offload={offload!r}, delayed={delayed!r}",
             f"pydist.DataParallel model={self._wrapper is not None}",
             f"PYDIST_DEBUG={int(self._is_debugging)}",
             *facts_of_options(self.param_groups),
@@ -280,9 +305,15 @@ class ShardedOptimizer(Optimizer):
             self._wrapper,
             itself,
             stage=stage,
-            with_masters=master_weights is not False,
+            # Offload makes them on the host.
+            with_masters=master_weights is not False and offload is None,
             is_one_copy=self._is_one_copy,
+            require=requirement(offload, with_masters=master_weights is not False),
         )
+        if offload is not None:
+            self._offload = Offload(self._communicator, is_delayed=delayed)
+            if self._wrapper is not None:
+                self._offload.watch(self._wrapper._reducer, self._layout.number)
         self._state = StateOfShards(
             self._layout,
             self._waiting,
@@ -292,10 +323,12 @@ class ShardedOptimizer(Optimizer):
         )
         self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
+        if self._offload is not None:
+            self._gradients.scaling = self._offload.scaling
         # Peers need this rank until its shards have arrived: it does not go before, whoever
         # forgets the optimizer.
         leaving = weakref.finalize(
-            self, let_arrive, self._layout.buckets, self._communicator, os.getpid()
+            self, _leave, self._layout.buckets, self._communicator, os.getpid(), self._offload
         )
         leaving.atexit = False  # by then the job is over
         _leaving[self] = leaving
@@ -398,7 +431,8 @@ class ShardedOptimizer(Optimizer):
         """Makes new buckets ready to step."""
         make = functools.partial(self._class, **self._options)
         for bucket in new:
-            self._steps.append(BucketStep(bucket, self.param_groups, make))
+            made = BucketStep if self._offload is None else self._offload.make_step
+            self._steps.append(made(bucket, self.param_groups, make))
         take_over(self._waiting, new)
         for member in (member for bucket in new for member in bucket.members):
             self._waiting.pop(member.index, None)
@@ -448,7 +482,8 @@ class ShardedOptimizer(Optimizer):
         self._refuse_capture()
         self._refuse_pending()
         self._refuse_removed()
-        self.finish()
+        self._arrive()
+        self._join()
         for step in self._steps:
             step.check(takes_back=not self._is_one_copy or step.bucket.is_own)
         self._vote()
@@ -468,15 +503,17 @@ class ShardedOptimizer(Optimizer):
                 for step in self._steps:
                     step.run(self.param_groups)
                 self._communicator.barrier(False, "after parameters were written")
+            elif self._offload is not None:
+                self._offload.step(self.param_groups)
             else:
                 # In reverse, because forward needs first what backward completes last.
                 for step in reversed(self._steps):
                     step.run(self.param_groups)
-                    gather(step.bucket, self._communicator)
+                    step.gather(self._communicator)
         self._phase = "stepped"
         # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
         if scripts_any_function() or (self._wrapper is None and compiles_anything()):
-            self.finish()
+            self._arrive()
         return loss
 
     @contextlib.contextmanager
@@ -707,9 +744,26 @@ class ShardedOptimizer(Optimizer):
         """Returns once all parameters have arrived that the last step has updated.
 
         Of those on a GPU, where NCCL brings them, the current stream waits in the host's place.
+        With `delayed=True`, it takes over the step that is still under way, so all ranks call it.
+
+        Raises:
+            Error: That step has raised, here or on another rank.
         """
+        if self._offload is not None:
+            self._join()
+            with self._giving_up_for_all("taking over a delayed step"):
+                self._offload.take_over()
+        self._arrive()
+
+    def _arrive(self) -> None:
         for bucket in self._layout.buckets:
             bucket.wait()
+
+    def _join(self) -> None:
+        """Waits for a delayed step. What it has raised, the other ranks hear as well."""
+        if self._offload is not None:
+            with self._giving_up_for_all("the delayed step"):
+                self._offload.join()
 
     def own_writes(self) -> str:
         """What the program has written into parameters of one copy since the last step, in words.
@@ -819,6 +873,7 @@ class ShardedOptimizer(Optimizer):
         rank takes its part. What would remove or copy state, or save this rank's part for all of
         it, raises InvalidUsage, but in a world of one.
         """
+        self._join()
         return self._state
 
     @state.setter
@@ -838,6 +893,7 @@ class ShardedOptimizer(Optimizer):
         any that cover what the rank needs, whatever ranks and stage they come from.
         """
         self._require_sound()
+        self.finish()
         names = self._layout.named()
         return state_of(self._layout, names, self._named_groups(), self._waiting)
 
@@ -966,7 +1022,7 @@ class ShardedOptimizer(Optimizer):
         if not any(bucket.gather is not None for bucket in self._layout.buckets):
             return
         if compiles_anything() or self._holds_scripts(module):
-            self.finish()
+            self._arrive()
 
     @runs_uncompiled
     def during_forward(self) -> contextlib.AbstractContextManager[None]:

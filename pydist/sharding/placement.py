@@ -8,7 +8,7 @@ buckets of this rank alone, whose shard is all of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,9 @@ from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import Bucket, Member, Segment, cut, dense_strides, move_in
 from pydist.sharding.sharded_gradient import ShardedGradient
 
-# A new bucket: its label, how it is cut, its members, and the shard of averaged gradients if that
-# has memory of its own.
-_NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None]
+# A new bucket: its label, how it is cut, its members; and where a reducer has made it, the shard of
+# averaged gradients, and its number there.
+_NewBucket = tuple[str, _native.ShardLayout, list[Member], Tensor | None, int | None]
 
 # What parameters of one bucket have in common: the real dtype, and the device.
 _Kind = tuple[torch.dtype, torch.device]
@@ -43,6 +43,7 @@ class ShardedLayout:
         stage: 1 or 2.
         with_masters: Whether to keep float32 copies of segments in 16 bits.
         is_one_copy: Whether all ranks map the same memory.
+        require: Raises where a parameter, by name, can't be taken.
 
     Attributes:
         parameters: All there are; those that are frozen have no place.
@@ -70,6 +71,7 @@ class ShardedLayout:
         stage: int,
         with_masters: bool,
         is_one_copy: bool,
+        require: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         self.parameters: list[Tensor] = []
         self.names: list[str] = []
@@ -89,6 +91,7 @@ class ShardedLayout:
         self.stage = stage
         self._with_masters = with_masters
         self._is_one_copy = is_one_copy
+        self._require = require
         self._seen_shardings = -1
         self._placed: set[int] = set()
         self._noticed: list[_NewBucket] = []
@@ -200,6 +203,8 @@ class ShardedLayout:
 
     def _require_shardable(self, index: int) -> None:
         parameter, name = self.parameters[index], self.names[index]
+        if self._require is not None:
+            self._require(name, parameter)
         require_plain(
             f"parameter {name}",
             parameter,
@@ -289,7 +294,7 @@ class ShardedLayout:
             layout, members = self._members(bucket, self._communicator.size)
             number = len(self.buckets) + len(new)
             new.append(
-                (f"bucket {number}, first parameter {members[0].name}", layout, members, None)
+                (f"bucket {number}, first parameter {members[0].name}", layout, members, None, None)
             )
         return self._move_in(new)
 
@@ -340,7 +345,7 @@ class ShardedLayout:
                 parameter = self.parameters[index]
                 members.append(Member(index, self.names[index], parameter, offset, tuple(strides)))
             layout, shard = made["layout"], made["shard"]
-            self._noticed.append((made["label"], layout, members, shard))
+            self._noticed.append((made["label"], layout, members, shard, made["number"]))
             self.members.update((member.index, member) for member in members)
             for member, begin, part in cut(shard, layout, members, self._communicator.rank):
                 self.gradients[member.index] = (begin, part)
@@ -360,13 +365,13 @@ class ShardedLayout:
         # The numbers of devices differ between ranks, but every rank comes to its devices in the
         # same order.
         counts: dict[_Kind, int] = {}
-        for _, layout, members, _ in new:
+        for _, layout, members, _, _ in new:
             kind = _kind_of(members[0].parameter)
             counts[kind] = counts.get(kind, 0) + layout.count
         blocks = {kind: self._memory_of(count, *kind) for kind, count in counts.items()}
         made = []
         with torch.no_grad():
-            for label, layout, members, gradients in new:
+            for label, layout, members, gradients, number in new:
                 kind = _kind_of(members[0].parameter)
                 memory, view = (block[: layout.count] for block in blocks[kind])
                 left, left_of_view = (block[layout.count :] for block in blocks[kind])
@@ -380,6 +385,7 @@ class ShardedLayout:
                     self._communicator,
                     with_masters=self._with_masters,
                     view=view if self._is_one_copy else None,
+                    number=number,
                 )
                 made.append(bucket)
                 self._note(bucket)

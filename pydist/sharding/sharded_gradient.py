@@ -188,8 +188,10 @@ def _change_each(
             owner.require_same([*args, *kwargs.values()])
         parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
         parts = [part for part in parts if part.numel() != 0]
-        if parts:
-            on_each(name, parts, *args, **kwargs)
+        is_scaled = name == f"{EACH}mul_" and isinstance(args[0], Tensor)
+        with _scaling(gradients, args[0]) if is_scaled else contextlib.nullcontext():
+            if parts:
+                on_each(name, parts, *args, **kwargs)
         _note_changes(gradients)
         return gradients
     single = name.removeprefix(EACH)
@@ -207,6 +209,25 @@ def scale_each(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """
     for owner in _owners(gradients):
         owner.require_same([factor])
+    with _scaling(gradients, factor):
+        _scale_parts(gradients, factor)
+    _note_changes(gradients)
+
+
+@contextlib.contextmanager
+def _scaling(gradients: Iterable[Tensor], factor: Tensor) -> Iterator[None]:
+    """Around a multiplication in place, for who has copies of the gradients."""
+    sharded = [g for g in gradients if isinstance(g, ShardedGradient)]
+    with contextlib.ExitStack() as around:
+        for owner in _owners(sharded):
+            if owner.scaling is not None:
+                indices = [g._index for g in sharded if g._parts is owner]
+                if len(set(indices)) == len(indices):  # each once
+                    around.enter_context(owner.scaling(factor, set(indices)))
+        yield
+
+
+def _scale_parts(gradients: Sequence[Tensor], factor: Tensor) -> None:
     parts = [_part(g) if isinstance(g, ShardedGradient) else g for g in gradients]
     parts = [part for part in parts if part.numel() != 0]
     for device in dict.fromkeys(part.device for part in parts):
@@ -216,7 +237,6 @@ def scale_each(gradients: Sequence[Tensor], factor: Tensor) -> None:
             on_each(f"{EACH}mul_", [p for p in here if p.dtype not in _NARROW], of_device)
         for part in narrow:
             part.copy_(part.float().mul_(of_device))
-    _note_changes(gradients)
 
 
 def _note_changes(gradients: Iterable[Tensor]) -> None:
@@ -298,6 +318,8 @@ def _check_finite_and_unscale(
     parts = [part for part in parts if part.numel() != 0]
     if parts:
         unscale_each(parts, found_inf, inverse_scale)
+        # Alone of those in place, this operation of torch's does not count itself.
+        torch.autograd.graph.increment_version(parts)
     owners = _owners(gradients)
     for owner in owners:
         owner.note_own_finite(found_inf)

@@ -1,0 +1,180 @@
+"""The steps of an optimizer whose state is on the host, bucket by bucket.
+
+Note [The order of a step]: gradients, of all buckets, start on their way to the host, those that
+have not in backward. Then, bucket by bucket, the host waits for a bucket's gradients, steps, and
+starts the new values on their way back, behind which the group's stream gathers them. So the bus
+carries gradients and values of other buckets while one is stepped, and forward begins while the
+last ones travel. The order is the reverse of backward's, as forward needs first what backward
+completes last.
+
+Note [Delayed steps]: the host's part runs on a thread, beside the next forward and backward, which
+still have the parameters of before. The next step() waits for the thread, starts the values on
+their way to the GPU and gathers them, and then gives the new gradients to the thread. So a
+parameter is one step behind its gradients: step number n uses gradients of parameters that have
+seen the updates up to n - 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pydist import _native
+from pydist.job.log import logger
+from pydist.sharding.buckets import Bucket
+from pydist.sharding.offload.offloaded_step import OffloadedStep
+from pydist.sharding.offload.side_streams import SideStreams
+from pydist.sharding.offload.step_thread import StepThread
+
+
+class Offload:
+    """The steps of all buckets of an optimizer.
+
+    Args:
+        communicator: The ranks.
+        is_delayed: Whether the host steps beside the next forward and backward.
+    """
+
+    def __init__(self, communicator: _native.Communicator, *, is_delayed: bool) -> None:
+        self._communicator = communicator
+        self._is_delayed = is_delayed
+        self._threads = _native.StepThreads(thread_count(communicator))
+        self._streams: dict[torch.device, SideStreams] = {}
+        self._steps: list[OffloadedStep] = []
+        # By the reducer's number of the bucket.
+        self._by_number: dict[int, OffloadedStep] = {}
+        self._thread = StepThread()
+
+    def make_step(
+        self,
+        bucket: Bucket,
+        param_groups: Sequence[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], Optimizer],
+    ) -> OffloadedStep:
+        """Takes up a bucket, whose segments move to the host."""
+        device = bucket.shard.device
+        streams = self._streams.setdefault(device, SideStreams.of(device))
+        step = OffloadedStep(
+            bucket,
+            param_groups,
+            make,
+            self._threads,
+            streams,
+            is_delayed=self._is_delayed,
+        )
+        self._steps.append(step)
+        if bucket.number is not None:
+            self._by_number[bucket.number] = step
+        return step
+
+    def watch(self, reducer: _native.Reducer, owner: int) -> None:
+        """Lets gradients start on their way to the host as soon as they are reduced.
+
+        Where streams can't wait for a reduction, because the host takes part in it, all start in
+        the step.
+
+        Args:
+            reducer: What averages them.
+            owner: The optimizer's number there.
+        """
+        if self._communicator.backend != "nccl":
+            return
+        by_number = self._by_number
+
+        def watcher(number: int, work: _native.Work | None) -> None:
+            step = by_number.get(number)
+            if step is None:
+                return
+            step.host.before_reduction() if work is None else step.host.after_reduction(work)
+
+        reducer.watch_shards(owner, watcher)
+
+    def step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """See Note [The order of a step]. All ranks call it, after `join`."""
+        order = list(reversed(self._steps))
+        late = [step.has_result for step in order]
+        self._upload(order)
+        for step, is_new in zip(order, late, strict=True):
+            step.send(param_groups, looks=not is_new)
+        if self._is_delayed:
+            self._thread.start(functools.partial(_run_on_host, order))
+            return
+        for step in order:
+            step.run_on_host()
+            step.upload()
+            step.gather(self._communicator)
+
+    def join(self) -> None:
+        """Returns once no thread steps; raises what the step there has raised."""
+        self._thread.join()
+
+    def leave(self) -> None:
+        """Waits for a delayed step, whose values nobody takes over any more."""
+        try:
+            self.join()
+        except BaseException as error:
+            logger.warning(
+                "the last delayed step of a pydist.ShardedOptimizer has raised: %r", error
+            )
+            return
+        if any(step.has_result for step in self._steps):
+            logger.warning(
+                "the last delayed step of a pydist.ShardedOptimizer has reached no parameter: call "
+                "optimizer.finish() on all ranks after the last step"
+            )
+
+    def take_over(self) -> None:
+        """Starts the values of a delayed step on their way. All ranks call it, after `join`.
+
+        Raises:
+            InvalidUsage: The program had written parameters meanwhile.
+        """
+        late = [step for step in reversed(self._steps) if step.has_result]
+        self._upload(late)
+        for step in late:
+            step.require_unwritten()
+
+    def _upload(self, steps: Sequence[OffloadedStep]) -> None:
+        for step in steps:
+            if step.has_result:
+                step.upload()
+                step.gather(self._communicator)
+
+    @contextmanager
+    def scaling(self, factor: Tensor, present: set[int]) -> Iterator[None]:
+        """Around a multiplication of gradients in place; see `HostShard.scaling`."""
+        with ExitStack() as stack:
+            for step in self._steps:
+                stack.enter_context(step.scaling(factor, present))
+            yield
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory on this rank."""
+        return sum(step.host.pinned_bytes for step in self._steps)
+
+
+def _run_on_host(steps: Sequence[OffloadedStep]) -> None:
+    for step in steps:
+        step.run_on_host()
+
+
+def thread_count(communicator: _native.Communicator) -> int:
+    """How many threads of a rank step: its share of the host's cores, but for one.
+
+    That one is for the thread that trains, which launches kernels and waits for other ranks.
+    """
+    hosts = [communicator.place_of(rank)[0] for rank in range(communicator.size)]
+    here = max(1, hosts.count(hosts[communicator.rank]))
+    quota = _native.processor_quota()
+    cores = len(os.sched_getaffinity(0))
+    if quota is not None:
+        cores = min(cores, max(1, int(quota)))
+    return max(1, cores // here - 1)
