@@ -38,6 +38,10 @@ _WITHOUT_EFFECT = {
     "zero_optimization.round_robin_gradients",
     "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization.load_from_fp32_weights",
+    # Of the host's memory: always pinned here, bucket by bucket, whatever their buffers are.
+    "zero_optimization.offload_optimizer.pin_memory",
+    "zero_optimization.offload_optimizer.buffer_count",
+    "zero_optimization.offload_optimizer.fast_init",
     "checkpoint",
     "nebula",
     "activation_checkpointing",
@@ -71,6 +75,7 @@ _DEFAULTS: dict[str, Any] = {
     "zero_optimization.ignore_unused_parameters": True,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.mics_shard_size": -1,
+    "zero_optimization.offload_optimizer.ratio": 1.0,
 }
 
 # What DeepSpeed knows besides, and nobody has misspelt.
@@ -91,7 +96,6 @@ _THEIRS = {
     "tensor_parallel",
     "bf16.check_grad_overflow",
     "bfloat16.check_grad_overflow",
-    "zero_optimization.offload_optimizer",
 }
 
 
@@ -191,7 +195,7 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
         "drop_last": given.switch("dataloader_drop_last") or None,
     }
     zero = given.table("zero_optimization")
-    stage = zero.take("stage", 0)
+    stage = zero_stage = zero.take("stage", 0)
     if stage not in (0, 1, 2):
         raise InvalidUsage(
             f"{where}: zero_optimization.stage is {stage!r}; pydist shards the optimizer's state "
@@ -228,7 +232,17 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
     optimizer = _optimizer(given.table("optimizer"))
     if stage:
         optimizer["stage"] = stage
+    offload = zero.table("offload_optimizer")
+    is_offloaded = _is_offloaded(offload)
+    if is_offloaded:
+        if not zero_stage:
+            raise InvalidUsage(
+                f"{where}: zero_optimization.offload_optimizer.device is 'cpu', which takes "
+                "zero_optimization.stage 1 or 2"
+            )
+        optimizer["offload"] = "cpu"
     read = [given, zero, types, *(bf16 if any(switches) else ())]
+    read += [offload] if is_offloaded else []
     left = [name for tables in read for name in tables.left()]
     understood = {name for tables in read for name in tables.understood}
     changing = [
@@ -249,6 +263,19 @@ def translate(tables: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]
         "training": {name: value for name, value in training.items() if value is not None},
         "optimizer": optimizer,
     }
+
+
+def _is_offloaded(given: _Taken) -> bool:
+    """Whether the optimizer's state is to be on the host."""
+    device = given.take("device")
+    if device in (None, "none"):
+        return False
+    if device != "cpu":
+        raise InvalidUsage(
+            f"{given.where}.device is {device!r}; pydist keeps the optimizer's state on the host "
+            "('cpu') or where the parameters are ('none')"
+        )
+    return True
 
 
 def _clipping(given: _Taken) -> float | None:

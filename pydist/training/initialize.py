@@ -88,6 +88,11 @@ def initialize(
             "training.dtype='bfloat16' updates weights in float32, and a pydist.ShardedOptimizer "
             "keeps these: set optimizer.stage to 1 or 2"
         )
+    if choice.get("offload") is not None and stage == 0:
+        raise InvalidUsage(
+            f"optimizer.offload={choice['offload']!r} is of a pydist.ShardedOptimizer: set "
+            "optimizer.stage to 1 or 2"
+        )
     if lr_scheduler is not None and not callable(lr_scheduler):
         raise InvalidUsage(
             f"lr_scheduler is {a_type(lr_scheduler)}; pass what makes one of the optimizer, as "

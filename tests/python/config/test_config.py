@@ -36,6 +36,13 @@ TABLES = {
 }
 
 
+def test_where_the_state_of_an_optimizer_is() -> None:
+    both = {"offload": "cpu", "delayed": True}
+    assert Config(optimizer=both)["optimizer"] == both
+    with pytest.raises(InvalidUsage, match=r"optimizer\.offload is 'gpu'; it must be 'cpu' or"):
+        Config(optimizer={"offload": "gpu"})
+
+
 def test_a_file_of_either_kind_says_the_same_as_a_dict(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text(TOML)
     (tmp_path / "a.json").write_text(json.dumps(TABLES))

@@ -182,8 +182,21 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
         ),
         ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3"),
         (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer",
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
+            "zero_optimization: offload_optimizer.device is 'nvme'; pydist keeps",
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "offload_optimizer.device is 'cpu', which takes zero_optimization.stage 1 or 2",
+        ),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 2,
+                    "offload_optimizer": {"device": "cpu", "ratio": 0.3},
+                }
+            },
+            "pydist does not know zero_optimization.offload_optimizer.ratio, which would change",
         ),
         ({"fp16": {"enabled": True}}, "fp16.enabled is true"),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor, which would change"),
@@ -229,6 +242,17 @@ def test_16_bits_without_sharding_keep_their_float32_weights_in_a_sharded_optimi
 def test_what_would_change_the_training_is_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidUsage, match=re.escape(message)):
         read(given)
+
+
+def test_an_optimizer_on_the_host() -> None:
+    offload = {"device": "cpu", "pin_memory": True, "ratio": 1.0, "buffer_count": 4}
+    given = {
+        "zero_optimization": {"stage": 2, "offload_optimizer": offload},
+        "gradient_clipping": 1.0,
+    }
+    with pytest.warns(UserWarning, match=r"offload_optimizer\.pin_memory, .*\.buffer_count"):
+        config = read(given)
+    assert config["optimizer"] == {"stage": 2, "offload": "cpu"}
 
 
 def test_what_only_makes_it_faster_or_talkative_is_named_in_a_warning() -> None:

@@ -329,6 +329,7 @@ def initialize(config: dict[str, Any], optimizer: str, batch_size: int | None) -
         ({"training": {"clip_grad_norm": -1.0}}, "made", 2, "it must be more than 0"),
         ({"loader": {"split_batches": True}}, "made", 2, "loader.split_batches=True"),
         ({"training": {"dtype": "bfloat16"}}, "made", 2, "set optimizer.stage to 1 or 2"),
+        ({"optimizer": {"offload": "cpu"}}, "made", 2, "is of a pydist.ShardedOptimizer: set"),
         ({"training": {"batch_sizes": 7}}, "made", 2, "did you mean training.batch_size?"),
     ],
 )
