@@ -47,6 +47,7 @@ examples:
   pydist plan model.py --ranks 8 --dtype bf16 --optimizer adamw
   pydist plan model.py:build_large --ranks 64 --input 4x1024:int64
   pydist plan my_package.models:GPT --ranks 8 --optimizer sgd --set momentum=0.9
+  pydist plan model.py --ranks 8 --dtype bf16 --offload
   pydist plan model.py --hosts 64 --ranks-per-host 8 --link 25 --step-ms 180
 
 The file is imported, so training stands behind `if __name__ == "__main__":`.
@@ -96,6 +97,16 @@ def _parser() -> argparse.ArgumentParser:
         "--share-parameters",
         action="store_true",
         help="one copy of the parameters a host, in the sharded stages",
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="the optimizer's state on the host, in the sharded stages (offload='cpu')",
+    )
+    parser.add_argument(
+        "--delayed",
+        action="store_true",
+        help="with --offload: the host steps beside the next forward and backward",
     )
     parser.add_argument(
         "--ranks-per-host",
@@ -228,6 +239,8 @@ def main(arguments: Sequence[str]) -> int:
         dtype=dtype,
         master_weights=False if options.no_master_weights else "auto",
         share_parameters=options.share_parameters,
+        offload="cpu" if options.offload else None,
+        delayed=options.delayed,
         ranks_per_host=ranks_per_host,
         bucket_cap_mb=options.bucket_cap_mb,
         sample=_sample_of(options, module),

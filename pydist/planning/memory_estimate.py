@@ -40,9 +40,11 @@ from pydist.parallel.trained_parameters import ids_of_sparse
 from pydist.parallel.wrapper import DataParallel
 from pydist.planning.activation_memory import saved_activation_bytes
 from pydist.planning.memory_table import MemoryPlan, RankMemory
+from pydist.planning.offload_estimate import digest_bytes, host_memory
 from pydist.planning.step_memory import StepMemory, step_memory, temporaries
 from pydist.sharding.bucket_step import FUSED_CLASSES
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.offload.requirements import require_offload, require_offloadable_dtype
 
 _SLOT_ALIGNMENT_BYTES = 64
 _SHARD_ALIGNMENT_BYTES = 128
@@ -63,6 +65,8 @@ def plan(
     dtype: torch.dtype | None = None,
     master_weights: bool | Literal["auto"] = "auto",
     share_parameters: bool = False,
+    offload: Literal["cpu"] | None = None,
+    delayed: bool = False,
     ranks_per_host: int | None = None,
     bucket_cap_mb: float | None = None,
     sample: Any = None,
@@ -81,6 +85,9 @@ def plan(
             updated; "auto": yes. In all three columns, so that they compare.
         share_parameters: Whether the sharded optimizer keeps one copy of the parameters a host; a
             rank's part of it counts.
+        offload: As for `pydist.ShardedOptimizer`: "cpu" puts the sharded optimizer's state on the
+            host, and `host` of the plan tells what it takes there.
+        delayed: As there.
         ranks_per_host: For `share_parameters`; default: all.
         bucket_cap_mb: As for pydist.DataParallel. Buffers of stage 2 depend on it, and what the
             step of a sharded optimizer makes.
@@ -127,6 +134,7 @@ def plan(
         )
     require_element_wise(optimizer, options)
     require_plain_options(options)
+    require_offload(offload, delayed, optimizer, is_one_copy=share_parameters)
     module = model.module if isinstance(model, DataParallel) else model
     named = list(module.named_parameters())
     for kind, tensors in (("parameter", named), ("buffer", module.named_buffers())):
@@ -162,6 +170,12 @@ def plan(
     )
     # pydist's kernels read gradients in their own dtype.
     has_kernel = bool(options.get("fused")) and optimizer in FUSED_CLASSES
+    if offload is not None:
+        has_kernel = True
+        for name, p in named:
+            if p.requires_grad:
+                has_masters = master_weights is not False
+                require_offloadable_dtype(name, _dtype_of(p, dtype), has_masters)
     alone = {name for name, _ in RankLocal(module).parameters()}
     shared = [t for t in trained if t.name not in alone]
     total_bytes = sum(_sizes(shared))
@@ -172,17 +186,22 @@ def plan(
     owned = _Sharded.of(own, 1, sys.maxsize, has_kernel)
     frozen = parameters - sum(_sizes(shared))
     copies = (ranks_per_host or ranks) if share_parameters else 1
+    state, master = sharded.state + owned.state, sharded.master + owned.master
+    step, host = max(sharded.step, owned.step), None
+    if offload is not None:
+        host = host_memory(sharded.shards + owned.whole, state + master, delayed)
+        step, state, master = digest_bytes(max(sharded.largest // ranks, owned.largest)), 0, 0
     stage1, stage2 = (
         RankMemory(
             parameters=frozen + -(-sharded.whole // copies),
             buffers=buffers,
             gradients=gradients + sum(_sizes(own)),
-            state=sharded.state + owned.state,
-            master=sharded.master + owned.master,
+            state=state,
+            master=master,
             buckets=buckets,
             activations=activations,
             handover=on_their_way,
-            step=max(sharded.step, owned.step),
+            step=step,
         )
         for gradients, buckets, on_their_way in (
             (sharded.whole, 0, handover),
@@ -216,6 +235,7 @@ def plan(
         ranks=ranks,
         optimizer=optimizer.__name__,
         notes=tuple(notes),
+        host=host,
     )
 
 

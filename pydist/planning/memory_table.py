@@ -6,6 +6,8 @@ import io
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydist.planning.offload_estimate import HostMemory
+
 
 @dataclass(frozen=True)
 class RankMemory:
@@ -70,6 +72,7 @@ class MemoryPlan:
         ranks: As many share the optimizer's state.
         optimizer: The class's name.
         notes: What the figures leave out.
+        host: What a sharded optimizer whose state is on the host takes there; None: there is none.
     """
 
     ddp: RankMemory
@@ -80,6 +83,7 @@ class MemoryPlan:
     ranks: int
     optimizer: str
     notes: tuple[str, ...] = ()
+    host: HostMemory | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Numbers and names only, for JSON."""
@@ -94,6 +98,7 @@ class MemoryPlan:
                 for name, memory in columns.items()
             },
             "notes": list(self.notes),
+            **({} if self.host is None else {"host": asdict(self.host)}),
         }
 
     def __repr__(self) -> str:
@@ -127,6 +132,16 @@ class MemoryPlan:
             table.add_section()
             each = [f"{column.total / self.trained:.2f} B" for column in columns]
             table.add_row("all the time, a trained element", *each)
+        if self.host is not None:
+            table.add_section()
+            for label, size in (
+                ("on the host: pinned", self.host.pinned),
+                ("on the host: optimizer state", self.host.state),
+                ("a step: gradients to the host", self.host.to_host),
+                ("a step: memory of the host", self.host.stepped),
+                ("a step: parameters to the GPU", self.host.to_device),
+            ):
+                table.add_row(label, "", _text(size), _text(size))
         console = Console(file=io.StringIO(), width=100)
         console.print(
             f"{self.elements:,} parameters, {self.trained:,} of them trained, with "

@@ -78,13 +78,18 @@ def require_offloadable(name: str, parameter: Tensor, with_masters: bool) -> Non
             "parameters on GPUs on the host, where that of this one is already: leave offload out, "
             "or move the model to the GPU first"
         )
-    if parameter.dtype in SHORT and not with_masters:
+    require_offloadable_dtype(name, parameter.dtype, with_masters)
+
+
+def require_offloadable_dtype(name: str, dtype: torch.dtype, with_masters: bool) -> None:
+    """Raises InvalidUsage where the host's kernels don't take parameters of a dtype."""
+    if dtype in SHORT and not with_masters:
         raise InvalidUsage(
-            f"parameter {name} is {parameter.dtype}, and the host steps float32 copies of such, "
+            f"parameter {name} is {dtype}, and the host steps float32 copies of such, "
             "which master_weights=False leaves out: leave master_weights or offload out"
         )
-    if parameter.dtype not in (*SHORT, torch.float32, torch.float64):
+    if dtype not in (*SHORT, torch.float32, torch.float64):
         raise InvalidUsage(
-            f"parameter {name} is {parameter.dtype}, and offload='cpu' takes float16, bfloat16, "
+            f"parameter {name} is {dtype}, and offload='cpu' takes float16, bfloat16, "
             "float32 and float64: give it an optimizer of its own"
         )
