@@ -353,6 +353,11 @@ class ShardedOptimizer(Optimizer):
         """What is sharded: 1, the optimizer's state; 2, gradients as well."""
         return self._layout.stage
 
+    @property
+    def offloaded(self) -> Offload | None:
+        """The steps on the host, for benchmarks; None: the state is where the parameters are."""
+        return self._offload
+
     def _prototype(self, param_groups: list[dict[str, Any]]) -> Optimizer:
         """The wrapped class over nothing: checks options, and has all of them."""
         for group in param_groups:

@@ -32,7 +32,7 @@ from pydist.benchmarks import subcommand
 from pydist.benchmarks.machine import unpinned
 from pydist.benchmarks.noise import noise_of_steps
 from pydist.benchmarks.processes.job import find_job
-from pydist.benchmarks.steps import ddp_knobs
+from pydist.benchmarks.steps import ddp_knobs, offload
 from pydist.benchmarks.steps.models import MODELS
 from pydist.benchmarks.steps.step_times import (
     ALONE,
@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `pydist bench sharded`."""
     subcommand.add_ranks_argument(parser)
     subcommand.add_models_argument(parser, _DEFAULT_MODELS)
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="instead: the flows of a step with the optimizer's state on the host, on GPUs",
+    )
     subcommand.add_output_arguments(parser, 30.0, "model")
 
 
@@ -192,6 +197,8 @@ def main(options: argparse.Namespace) -> int:
             raise InvalidUsage(
                 f"'{name}' has sparse gradients, which no optimizer shards; use other models."
             )
+    if options.offload:
+        offload.require_gpu()
     job = find_job(options.ranks, pins=options.pin)
     subcommand.check_outputs(options)
     results: dict[str, Any] = {}
@@ -200,6 +207,9 @@ def main(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as folder:
             for name in models:
                 journal = Path(folder) / f"{name}.jsonl"
+                if options.offload:
+                    offload.measure(job, name, options.seconds, journal, results)
+                    continue
                 try:
                     job.run(_run_rounds, name, options.seconds, str(journal))
                 finally:
@@ -209,9 +219,9 @@ def main(options: argparse.Namespace) -> int:
     return subcommand.measure_and_report(
         "sharded",
         options,
-        {"ranks": job.ranks, "models": models},
+        {"ranks": job.ranks, "models": models, "offload": options.offload},
         results,
         measure,
-        lambda: _show(results, job.ranks),
+        lambda: (offload.show if options.offload else _show)(results, job.ranks),
         leads=job.leads,
     )

@@ -87,7 +87,7 @@ class HostShard:
             return
         with self._streams.to_host:
             work.wait()
-            self._copy_reduced()
+            self._copy_reduced_here()
 
     @contextlib.contextmanager
     def scaling(self, factor: Tensor, present: set[int], bucket: Bucket) -> Iterator[None]:
@@ -129,8 +129,7 @@ class HostShard:
             is_reduced: Whether any is among those.
         """
         if is_reduced and self._is_changed():
-            with behind_current(self._streams.to_host):
-                self._copy_reduced()
+            self.copy_reduced()
         if any(gradient is not None for gradient in gradients):
             place = self._places[self._place]
             with behind_current(self._streams.to_host):
@@ -146,16 +145,26 @@ class HostShard:
     def _is_changed(self) -> bool:
         return self._reduced is not None and self._copied_version != VERSION(self._reduced)
 
-    def _copy_reduced(self) -> None:
+    def copy_reduced(self) -> torch.Event:
+        """Starts a copy of the reduced gradients, behind the current stream.
+
+        Returns:
+            What passes when they are on the host.
+        """
+        with behind_current(self._streams.to_host):
+            return self._copy_reduced_here()
+
+    def _copy_reduced_here(self) -> torch.Event:
         assert self._reduced is not None
         self._places[self._place].copy_(self._reduced, non_blocking=True)
         self._copied_version = VERSION(self._reduced)
         self._factor = None
-        self._record_copied()
+        return self._record_copied()
 
-    def _record_copied(self) -> None:
+    def _record_copied(self) -> torch.Event:
         self._copied = torch.Event(self._on_device.device)
         self._copied.record()
+        return self._copied
 
     def take_gradients(self) -> tuple[list[Tensor], TakenGradients]:
         """Gives what has been sent to a step; what is sent next goes elsewhere where it must.
@@ -163,11 +172,16 @@ class HostShard:
         Returns:
             The place of each segment's, and what to wait for before reading there.
         """
-        place = self._places[self._place]
+        arriving = self.places()
         self._place = (self._place + 1) % len(self._places)
         taken = TakenGradients(self._copied, self._factor, self._sources)
         self._copied_version, self._factor, self._sources = None, None, []
-        return [place.narrow(0, begin, count) for begin, count in self._ranges], taken
+        return arriving, taken
+
+    def places(self) -> list[Tensor]:
+        """Where the gradient of each segment goes next."""
+        place = self._places[self._place]
+        return [place.narrow(0, begin, count) for begin, count in self._ranges]
 
     # -- values
 

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from pydist import _native
 from pydist.job.log import logger
 from pydist.sharding.buckets import Bucket
+from pydist.sharding.offload.flows import Flow, flows_of
 from pydist.sharding.offload.offloaded_step import OffloadedStep
 from pydist.sharding.offload.side_streams import SideStreams
 from pydist.sharding.offload.step_thread import StepThread
@@ -154,6 +155,15 @@ class Offload:
             for step in self._steps:
                 stack.enter_context(step.scaling(factor, present))
             yield
+
+    def flows(self) -> dict[str, Flow]:
+        """The three flows of a step by themselves, for benchmarks; see `flows_of`."""
+        return flows_of(self._steps)
+
+    @property
+    def thread_count(self) -> int:
+        """On how many threads a rank steps."""
+        return self._threads.count
 
     @property
     def pinned_bytes(self) -> int:

@@ -141,9 +141,22 @@ class OffloadedStep(BucketStep):
             self._replaced = self.host.look_for_writes()
         torch.autograd.graph.increment_version(self._changing)
         self._changing = []
+        self.send_values()
+        self._has_result = False
+
+    def send_values(self) -> torch.Event:
+        """Starts the copy alone. Returns what passes when it is over."""
         with behind_current(self._streams.to_device):
             self._uploaded = self.host.upload()
-        self._has_result = False
+        return self._uploaded
+
+    def sent_gradients(self) -> list[list[Tensor | None]]:
+        """What `update` takes, of the gradients that have been sent and not been taken."""
+        segments = self.bucket.segments
+        there: dict[int, Tensor | None] = {
+            s.member.index: place for s, place in zip(segments, self.host.places(), strict=True)
+        }
+        return [[there[s.member.index] for s in part.segments] for part in self.parts]
 
     def gather(self, communicator: _native.Communicator) -> None:
         """Starts to bring the other ranks' shards, behind this one's."""

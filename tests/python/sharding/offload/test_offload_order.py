@@ -32,13 +32,13 @@ NCCL = ENVIRONMENTS["nccl"]
 def copies_in(act: Any) -> list[str]:
     """The threads on which gradients have started on their way to the host."""
     threads: list[str] = []
-    copy = HostShard._copy_reduced
+    copy = HostShard._copy_reduced_here
 
-    def copying(self: HostShard) -> None:
+    def copying(self: HostShard) -> torch.Event:
         threads.append(threading.current_thread().name)
-        copy(self)
+        return copy(self)
 
-    with mock.patch.object(HostShard, "_copy_reduced", copying):
+    with mock.patch.object(HostShard, "_copy_reduced_here", copying):
         act()
     return threads
 
