@@ -208,4 +208,20 @@ PARTS = (
             ),
         ),
     ),
+    Part(
+        "an optimizer's state on the host",
+        (
+            tests(
+                "values and checkpoints, with and without",
+                f"{_SHARDING}/offload/test_offload_values.py "
+                f"{_SHARDING}/offload/test_offload_checkpoints.py",
+                240,
+            ),
+            Step(
+                "the flows of a step: GB/s, and which bounds it",
+                "pydist bench sharded --offload -p 1 --models gpt --seconds 10",
+                60,
+            ),
+        ),
+    ),
 )
