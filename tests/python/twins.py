@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import Runner, batch, joined
 
 import pydist
-import pydist.sharding.optimizer as sharded_optimizer
+from pydist.sharding import bucket_step
 from pydist.sharding.gather import gather
 
 # Of a call on all ranks, and of a test: the first says more when it passes.
@@ -53,7 +53,7 @@ def steps_late(seconds: float) -> Any:
         time.sleep(seconds)
         gather(*arguments)
 
-    return mock.patch.object(sharded_optimizer, "gather", late)
+    return mock.patch.object(bucket_step, "gather", late)
 
 
 def is_exact() -> bool:

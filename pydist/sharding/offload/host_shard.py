@@ -2,8 +2,8 @@
 
 Note [Who may write where]: every piece of memory that two sides use has one event for each use.
 
-- The gradients on the GPU are read by the copy to the host: the next reduction into them waits for
-  its event, on the device (`before_reduction`).
+- The gradients on the GPU are read by the copy to the host: the next backward waits for its event,
+  on the device (`before_reduction`). A copy that no step has taken may be torn: it is made again.
 - The gradients on the host are read by the step. With a delayed step, the next copy may come before
   that step is over, so there are two places for them, which take turns.
 - The values on the host are read by the copy to the GPU: the step that writes them next waits for

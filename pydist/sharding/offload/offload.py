@@ -61,13 +61,14 @@ class Offload:
     ) -> OffloadedStep:
         """Takes up a bucket, whose segments move to the host."""
         device = bucket.shard.device
-        streams = self._streams.setdefault(device, SideStreams.of(device))
+        if device not in self._streams:
+            self._streams[device] = SideStreams.of(device)
         step = OffloadedStep(
             bucket,
             param_groups,
             make,
             self._threads,
-            streams,
+            self._streams[device],
             is_delayed=self._is_delayed,
         )
         self._steps.append(step)
@@ -105,6 +106,9 @@ class Offload:
         for step, is_new in zip(order, late, strict=True):
             step.send(param_groups, looks=not is_new)
         if self._is_delayed:
+            # In stage 1 the next gradients land where these are.
+            for step in order:
+                step.host.before_reduction()
             self._thread.start(functools.partial(_run_on_host, order))
             return
         for step in order:

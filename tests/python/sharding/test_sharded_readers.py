@@ -132,7 +132,7 @@ def look_for_scripts() -> None:
             optimizer.step()
         with (
             mock.patch.object(module, "modules", wraps=module.modules) as walks,
-            mock.patch.object(pydist.ShardedOptimizer, "finish", autospec=True) as finish,
+            mock.patch.object(pydist.ShardedOptimizer, "_arrive", autospec=True) as finish,
         ):
             model(torch.ones(2, 10))
         assert finish.called == (len(module) > 1)
