@@ -369,6 +369,12 @@ void fake_driver_begin_capture(void* stream) {
 
 int fake_driver_is_captured(void* stream) { return is_captured(stream) ? 1 : 0; }
 
+int fake_driver_is_broken(void* stream) {
+  const std::lock_guard lock(state().mutex);
+  const Capture* const capture = capture_of(stream);
+  return capture != nullptr && capture->is_broken ? 1 : 0;
+}
+
 long fake_driver_captured_point(void* stream) { return captured_point(stream); }
 
 int fake_driver_join_capture(void* stream, long point) {

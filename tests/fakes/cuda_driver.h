@@ -48,6 +48,8 @@ const void* fake_driver_capture();
 
 // Whether the stream is part of a capture.
 int fake_driver_is_captured(void* stream);
+// And whether a call has broken that capture.
+int fake_driver_is_broken(void* stream);
 // What the stream has been given so far, as an event captures it; negative where it is not part of
 // a capture. And makes a stream wait for that, and so a part of the capture: 0 where that capture
 // is over.
