@@ -13,8 +13,8 @@
 
 #include "base/buffer.h"
 #include "bindings/arguments.h"
-#include "bindings/step_threads.h"
 #include "kernels/cpu/optimizer_step.h"
+#include "kernels/cpu/step_threads.h"
 
 namespace pydist {
 

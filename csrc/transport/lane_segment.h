@@ -84,7 +84,7 @@ inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .slot_bytes = std::size_t{256} << 10,
                                          .bytes_for_a_host = 0,
                                          .bytes_for_all_hosts = 0,
-                                         .all_bytes = std::size_t{1} << 30};
+                                         .all_bytes = std::size_t{256} << 20};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
 // much as tens of KiB, and a segment may end in a small one: so segments are long (512 KiB and a
 // little, see Note [Whole packets]), and slots are released in pairs. Longer ones leave the cache
@@ -94,7 +94,7 @@ inline constexpr LaneShape kCollectiveLanes{.slots = 8,
                                             .release_every = 2,
                                             .slot_bytes = std::size_t{544} << 10,
                                             .bytes_for_a_host = std::size_t{32} << 10,
-                                            .bytes_for_all_hosts = std::size_t{2} << 20,
+                                            .bytes_for_all_hosts = std::size_t{1} << 20,
                                             .all_bytes = std::size_t{4} << 30};
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.

@@ -102,6 +102,7 @@ def _bytes_of_a_group(library: str) -> int | None:
         return None
     taken: int = group.capabilities()["device_bytes"]
     group.shutdown()
+    host.shutdown()
     return taken
 
 

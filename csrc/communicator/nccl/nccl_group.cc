@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <limits>
+#include <list>
 #include <utility>
 #include <vector>
 
@@ -37,6 +38,9 @@ constexpr microseconds kLongestJoiningPause{5'000};
 // The number that stands for joining the group: no rank that has left has done its part of it.
 constexpr std::uint64_t kAnyOperation = std::numeric_limits<std::uint64_t>::max();
 
+// How long a split waits for what its parent has under way, before the ranks meet instead.
+constexpr milliseconds kSplitPatience{1'000};
+
 // How long an abort waits for a thread that is inside of NCCL. It sees the failure soon, unless
 // NCCL itself does not return.
 constexpr milliseconds kLaunchPatience{1'000};
@@ -65,6 +69,31 @@ class LaunchMark {
  private:
   std::atomic<int>& is_launching_;
   bool is_over_ = false;
+};
+
+// Where NCCL writes communicators that are split off: there for as long as it may write, which is
+// for ever where a split has broken off.
+class CommPlaces {
+ public:
+  static CommPlaces& of_process() {
+    static auto* const places = new CommPlaces;  // never destroyed: see open_communicators.cc
+    return *places;
+  }
+  [[nodiscard]] nccl::CommHandle* add() {
+    const std::lock_guard lock(mutex_);
+    return &places_.emplace_back(nullptr);
+  }
+  // What has been written there; the place is not needed any more.
+  [[nodiscard]] nccl::CommHandle take(const nccl::CommHandle* place) {
+    const std::lock_guard lock(mutex_);
+    const nccl::CommHandle comm = *place;
+    places_.remove_if([place](const nccl::CommHandle& each) { return &each == place; });
+    return comm;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::list<nccl::CommHandle> places_;  // guarded by mutex_
 };
 
 }  // namespace
@@ -148,34 +177,57 @@ bool NcclGroup::agree(Communicator& control, const std::string& complaint, bool 
 void NcclGroup::connect(const std::shared_ptr<NcclGroup>& parent, Deadline deadline) {
   const cuda::DeviceGuard guard(device_);
   stream_ = StreamsOfProcess::of_process().make(device_);
-  if (parent == nullptr) {
+  if (parent == nullptr || !split_off(*parent, deadline)) {
     meet(deadline);
-    return;
   }
-  // A rank whose parent has failed would keep the others waiting in NCCL.
-  const bool can_split = api_->functions().ncclCommSplit != nullptr &&
-                         parent->failure() == nullptr && !parent->is_shut_down_;
-  agree({}, can_split) ? split_off(*parent, deadline) : meet(deadline);
 }
 
-void NcclGroup::split_off(NcclGroup& parent, Deadline deadline) {
-  constexpr const char* kWhat = "splitting off the group";
-  parent.drain(deadline);
-  {
-    const std::lock_guard calls(parent.calls_mutex_);
-    const LaunchMark mark(parent.is_launching_);  // an abort of the parent waits for it
-    rethrow_if_any(parent.failure());
-    nccl::Config config;
-    const Result result =
-        api_->functions().ncclCommSplit(parent.comm_, /*color=*/0, rank(), &comm_, &config);
-    if (result != Result::kSuccess && result != Result::kInProgress) {
-      comm_ = nullptr;
-      throw_failure(result, kWhat);
-    }
-    // There is no communicator before that.
-    poll_until_ready(kWhat, deadline, kLongestJoiningPause, &parent);
+// Note [No launch amid a split]
+// A split takes all ranks of the parent, and nothing of the parent may be launched meanwhile: a
+// launch on one rank would wait for its peers' launches, and these for the split. So a rank whose
+// parent is at work says no, and none enters NCCL. It never waits for the right to call NCCL:
+// whoever has it may be waiting for a peer.
+bool NcclGroup::split_off(NcclGroup& parent, Deadline deadline) {
+  const auto can = [&] {
+    return api_->functions().ncclCommSplit != nullptr && parent.failure() == nullptr &&
+           !parent.is_shut_down_;
+  };
+  if (!agree({}, can())) {
+    return false;
   }
-  poll_until_ready(kWhat, deadline, kLongestJoiningPause);
+  parent.drain(Deadline::in(kSplitPatience));
+  std::unique_lock calls(parent.calls_mutex_, std::try_to_lock);
+  if (!agree({}, can() && calls.owns_lock() && !parent.is_under_way())) {
+    return false;
+  }
+  // NCCL writes the communicator there at a time of its own, perhaps after this group has gone.
+  CommPlaces& places = CommPlaces::of_process();
+  nccl::CommHandle* const place = places.add();
+  try {
+    split_into(*place, parent, deadline);
+  } catch (...) {
+    calls.unlock();
+    parent.fail(std::current_exception());  // it is in the middle of something
+    throw;
+  }
+  calls.unlock();
+  comm_ = places.take(place);
+  poll_until_ready("splitting off the group", deadline, kLongestJoiningPause);
+  return true;
+}
+
+void NcclGroup::split_into(nccl::CommHandle& comm, NcclGroup& parent, Deadline deadline) {
+  constexpr const char* kWhat = "splitting off the group";
+  const LaunchMark mark(parent.is_launching_);  // an abort of the parent waits for it
+  rethrow_if_any(parent.failure());
+  nccl::Config config;
+  const Result result =
+      api_->functions().ncclCommSplit(parent.comm_, /*color=*/0, rank(), &comm, &config);
+  if (result != Result::kSuccess && result != Result::kInProgress) {
+    throw_failure(result, kWhat);
+  }
+  // There is no communicator before that.
+  poll_until_ready(kWhat, deadline, kLongestJoiningPause, &parent);
 }
 
 void NcclGroup::meet(Deadline deadline) {

@@ -49,6 +49,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -150,8 +151,9 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Calls of `body` become one launch.
   void grouped(const std::function<void()>& body);
   // Device memory for the time of one launch, reused by the next, and there since the group was
-  // joined: a rank that finds no room for it in the middle of a launch would fail all. Graphs have
-  // a second block, since a replay overlaps with launches. What takes more is done in pieces.
+  // joined: a rank that finds no room for it in the middle of a launch would fail all. Of its own
+  // for each CUDA graph, until the group ends, since a replay overlaps with other graphs and with
+  // launches. What takes more is done in pieces.
   [[nodiscard]] std::byte* scratch();
   static constexpr std::size_t kScratchBytes = std::size_t{16} << 20;
 
@@ -218,8 +220,10 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   // Makes the communicator: from the parent's where all ranks can, otherwise by an id of rank 0's.
   void connect(const std::shared_ptr<NcclGroup>& parent, Deadline deadline);
   void meet(Deadline deadline);
-  // NCCL has the ranks of `parent` meet. Nothing of it may be under way meanwhile.
-  void split_off(NcclGroup& parent, Deadline deadline);
+  // Has the communicator split off that of `parent`. Returns false where not all ranks can.
+  [[nodiscard]] bool split_off(NcclGroup& parent, Deadline deadline);
+  // With the right to call NCCL for `parent`.
+  void split_into(nccl::CommHandle& comm, NcclGroup& parent, Deadline deadline);
   // Waits for this communicator, or for that of another group, which must not fail meanwhile.
   void poll_until_ready(const char* what, Deadline deadline,
                         std::chrono::microseconds longest_pause = std::chrono::microseconds(200),
@@ -285,11 +289,11 @@ class NcclGroup : public std::enable_shared_from_this<NcclGroup> {
   const std::chrono::milliseconds long_wait_;
   std::shared_ptr<const cuda::OwnedStream> stream_;
   nccl::CommHandle comm_ = nullptr;
-  std::byte* scratch_ = nullptr;                  // from joining on, until the end
-  std::size_t device_bytes_ = 0;                  // set by joining
-  std::byte* graph_scratch_ = nullptr;            // from the first graph that needs it on
-  std::optional<std::uint64_t> capture_;          // by the launching thread
-  Deadline launching_until_ = Deadline::never();  // by the launching thread
+  std::byte* scratch_ = nullptr;                       // from joining on, until the end
+  std::size_t device_bytes_ = 0;                       // set by joining
+  std::map<std::uint64_t, std::byte*> graph_scratch_;  // by capture; by the launching thread
+  std::optional<std::uint64_t> capture_;               // by the launching thread
+  Deadline launching_until_ = Deadline::never();       // by the launching thread
   std::mutex calls_mutex_;   // NCCL's functions, but for the question of errors
   std::mutex settle_mutex_;  // held while events are queried; locked before mutex_
 

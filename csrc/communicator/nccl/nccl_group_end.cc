@@ -161,7 +161,8 @@ bool NcclGroup::wait_until_quiet(Deadline deadline) const noexcept {
 }
 
 void NcclGroup::keep_unless_quiet(KeptBuffers::Holding holding, Deadline deadline) noexcept {
-  if (failure_.is_set() && !wait_until_quiet(deadline)) {
+  // What is captured holds nothing, and its stream is not quiet before the capture has ended.
+  if (!holding.empty() && failure_.is_set() && !wait_until_quiet(deadline)) {
     keep(std::move(holding));
   }
 }

@@ -19,11 +19,12 @@ std::byte* NcclGroup::scratch() {
   if (!capture_) {
     return scratch_;
   }
-  if (graph_scratch_ == nullptr) {
+  std::byte*& of_graph = graph_scratch_[*capture_];
+  if (of_graph == nullptr) {
     const cuda::RelaxedCapture relaxed;
-    graph_scratch_ = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
+    of_graph = static_cast<std::byte*>(cuda::allocate_memory(device_, kScratchBytes));
   }
-  return graph_scratch_;
+  return of_graph;
 }
 
 void NcclGroup::allocate_scratch() {
@@ -35,13 +36,20 @@ void NcclGroup::allocate_scratch() {
 
 // Once nothing is launched any more.
 void NcclGroup::free_scratch() noexcept {
-  for (std::byte** const each : {&scratch_, &graph_scratch_}) {
-    if (*each != nullptr && !is_launching_) {
-      FreedDeviceMemory::of_process().free_later(device_, [memory = std::exchange(*each, nullptr)] {
+  if (is_launching_) {
+    return;
+  }
+  const auto free_later = [this](std::byte* memory) {
+    if (memory != nullptr) {
+      FreedDeviceMemory::of_process().free_later(device_, [memory] {
         cuda::Driver::get().free(memory);
         return true;
       });
     }
+  };
+  free_later(std::exchange(scratch_, nullptr));
+  for (const auto& [capture, memory] : std::exchange(graph_scratch_, {})) {
+    free_later(memory);
   }
 }
 

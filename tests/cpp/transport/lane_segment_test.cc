@@ -114,9 +114,9 @@ TEST(LaneSegmentTest, SlotsOfManyHostsAreLongEnoughForTheNetwork) {
   for (const SlotLengths& is : {SlotLengths{1, 8, 544, 544},
                                 {2, 2, 544, 544},
                                 {8, 8, 512, 544},
-                                {64, 1, 544, 2048},
-                                {64, 8, 64, 2048},
-                                {128, 8, 32, 2048}}) {
+                                {64, 1, 544, 1024},
+                                {64, 8, 64, 1024},
+                                {128, 8, 32, 1024}}) {
     const LaneSegment lanes =
         lanes_of(make_placement(std::vector<int>(is.hosts, is.ranks_of_each)), 0);
     EXPECT_EQ(lanes.slot_bytes(), is.between << 10) << is.hosts;

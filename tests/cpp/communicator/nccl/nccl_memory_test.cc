@@ -76,6 +76,7 @@ TEST(NcclMemory, LeavesTheCacheAloneInACapture) {
     EXPECT_EQ(kind, ErrorKind::kTransport);
     EXPECT_TRUE(contains(message, "cannot be emptied during a capture")) << message;
     EXPECT_EQ(times_emptied, 0);
+    EXPECT_TRUE(comes_true([&] { return ::fake_driver_is_broken(rank.stream.get()) != 0; }));
     EXPECT_EQ(::fake_driver_end_capture(rank.stream.get()), nullptr);
     rank.group->shutdown();
   });

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <thread>
 #include <vector>
 
 #include "../fakes/nccl.h"
@@ -67,6 +68,51 @@ TEST(NcclSplit, OutlivesTheParentsFailure) {
     other->shutdown();
     rank.group->shutdown();
   });
+}
+
+// On one rank the operation that the other has launched comes from another thread, while it splits.
+TEST(NcclSplit, HoldsNoLaunchUp) {
+  use_fake_cuda();
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    const auto reduce = [&] { return rank.group->submit(rank.all_reduce(values)); };
+    const WorkPtr early = self.rank == 1 ? reduce() : nullptr;
+    std::thread late([&] {
+      if (self.rank == 0) {
+        std::this_thread::sleep_for(milliseconds(200));
+        reduce()->wait();
+      }
+    });
+    const CommunicatorPtr child = rank.group->split({0, 1});
+    late.join();
+    if (early != nullptr) {
+      early->wait();
+    }
+    child->submit(rank.all_reduce(values))->wait();
+    EXPECT_EQ(values[0], 4.0F);
+    child->shutdown();
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_faults(), 0);
+}
+
+// And one that is at work for longer than a split waits is not split.
+TEST(NcclSplit, IsNotOfAGroupThatIsAtWork) {
+  use_fake_cuda();
+  const int before = ::fake_nccl_communicators_split();
+  run_ranks(2, [](RankOfTest& self) {
+    const NcclRank rank(self);
+    std::vector<float> values(10, 1.0F);
+    const WorkPtr early = self.rank == 1 ? rank.group->submit(rank.all_reduce(values)) : nullptr;
+    const CommunicatorPtr child = rank.group->split({0, 1});
+    (early != nullptr ? early : rank.group->submit(rank.all_reduce(values)))->wait();
+    child->submit(rank.all_reduce(values))->wait();
+    EXPECT_EQ(values[0], 4.0F);
+    child->shutdown();
+    rank.group->shutdown();
+  });
+  EXPECT_EQ(::fake_nccl_communicators_split(), before);
 }
 
 // A group of the host takes nothing of the device.

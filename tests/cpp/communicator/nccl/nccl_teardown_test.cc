@@ -55,7 +55,7 @@ TEST(NcclTeardown, GivesGraphsScratchMemoryOfTheirOwnThatGoesWithTheGroup) {
     void* const first = captured(rank, make);
     EXPECT_EQ(::fake_driver_blocks(), before + 1);
     void* const second = captured(rank, make);
-    EXPECT_EQ(::fake_driver_blocks(), before + 1);
+    EXPECT_EQ(::fake_driver_blocks(), before + 2);
     ::fake_driver_replay(first, rank.stream.get());
     ::fake_driver_replay(second, rank.stream.get());
     rank.stream.synchronize();

@@ -1,4 +1,4 @@
-#include "bindings/step_threads.h"
+#include "kernels/cpu/step_threads.h"
 
 #include <algorithm>
 
