@@ -1,3 +1,7 @@
+// How an NCCL group is joined, and how it launches.
+//
+// The file is long because both keep each other away by one lock and one mark.
+
 #include "communicator/nccl/nccl_group.h"
 
 #include <algorithm>
