@@ -40,7 +40,7 @@ from pydist.parallel.trained_parameters import ids_of_sparse
 from pydist.parallel.wrapper import DataParallel
 from pydist.planning.activation_memory import saved_activation_bytes
 from pydist.planning.memory_table import MemoryPlan, RankMemory
-from pydist.planning.offload_estimate import digest_bytes, host_memory
+from pydist.planning.offload_estimate import host_memory, step_bytes
 from pydist.planning.step_memory import StepMemory, step_memory, temporaries
 from pydist.sharding.bucket_step import FUSED_CLASSES
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
@@ -190,7 +190,7 @@ def plan(
     step, host = max(sharded.step, owned.step), None
     if offload is not None:
         host = host_memory(sharded.shards + owned.whole, state + master, delayed)
-        step, state, master = digest_bytes(max(sharded.largest // ranks, owned.largest)), 0, 0
+        step, state, master = step_bytes(max(sharded.largest // ranks, owned.largest)), 0, 0
     stage1, stage2 = (
         RankMemory(
             parameters=frozen + -(-sharded.whole // copies),

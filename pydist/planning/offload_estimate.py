@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# On the GPU, a digest of a bucket's shard tells whether the program has written it. While it is
-# made, there are three numbers of 8 bytes for each line of 128 bytes.
-_DIGEST_SHARE = 3 * 8 / 128
+from pydist.sharding.offload.digest import digest_bytes
+
+# On the GPU, digests of shards are made on two streams: one before the step, to see whether the
+# program has written, and one behind the new values. Each stream keeps memory of its own for them.
+_DIGESTS_AT_ONCE = 2
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,6 @@ def host_memory(shard_bytes: int, state_bytes: int, is_delayed: bool) -> HostMem
     )
 
 
-def digest_bytes(largest_shard_bytes: int) -> int:
+def step_bytes(largest_shard_bytes: int) -> int:
     """What the step takes on the GPU for its duration, of the largest bucket."""
-    return int(largest_shard_bytes * _DIGEST_SHARE)
+    return _DIGESTS_AT_ONCE * digest_bytes(largest_shard_bytes)

@@ -28,6 +28,7 @@ from pydist import _native
 from pydist._torch import VERSION, as_plain_tensors
 from pydist.gpu.late_number import LateNumber, send_number
 from pydist.sharding.buckets import SHORT, Bucket
+from pydist.sharding.offload.digest import digest_of
 from pydist.sharding.offload.side_streams import SideStreams, behind_current, wait_on_host
 
 
@@ -51,7 +52,7 @@ class HostShard:
         # Where each segment lies in the shard, in elements of the shard's dtype.
         self._ranges = [_range_in(bucket.shard, segment.values) for segment in bucket.segments]
         self._known = torch.zeros((), dtype=torch.int64, device=bucket.shard.device)
-        self._known.copy_(_digest(bucket.shard))
+        self._known.copy_(digest_of(bucket.shard))
         self._looked: torch.Event | None = None
         self._copied: torch.Event | None = None
         self._uploaded: torch.Event | None = None
@@ -194,7 +195,7 @@ class HostShard:
         with behind_current(self._streams.to_host):
             if self._uploaded is not None:
                 self._uploaded.wait()
-            digest = _digest(self._on_device)
+            digest = digest_of(self._on_device)
             is_written = send_number(digest != self._known)
             self._known.copy_(digest)
             self._looked = torch.Event(self._on_device.device)
@@ -223,7 +224,7 @@ class HostShard:
         if self._looked is not None:
             self._looked.wait()
         self._on_device.copy_(self._values, non_blocking=True)
-        self._known.copy_(_digest(self._on_device))
+        self._known.copy_(digest_of(self._on_device))
         self._uploaded = torch.Event(self._on_device.device)
         self._uploaded.record()
         return self._uploaded
@@ -266,21 +267,3 @@ def pinned_like(tensor: Tensor) -> Tensor:
 def _range_in(shard: Tensor, values: Tensor) -> tuple[int, int]:
     begin = int(values.storage_offset()) - int(shard.storage_offset())
     return begin if values.numel() else 0, values.numel()
-
-
-# Shards are whole lines of so many bytes (csrc/bucketing/shard_layout.h).
-_LINE_BYTES = 128
-
-
-def _digest(shard: Tensor) -> Tensor:
-    """A number of 64 bits that changes with the bits of a shard, and with their order."""
-    words = shard.view(torch.int16 if shard.dtype in SHORT else torch.int32)
-    if words.numel() == 0:
-        return torch.zeros((), dtype=torch.int64, device=shard.device)
-    lines = words.view(-1, _LINE_BYTES // words.itemsize)
-    total = torch.zeros((), dtype=torch.int64, device=shard.device)
-    for dim, odd in ((0, 0x9E3779B97F4A7C1), (1, 0x2545F4914F6CDD1)):
-        sums = lines.sum(dim, dtype=torch.int64)
-        weights = torch.arange(1, sums.numel() + 1, dtype=torch.int64, device=shard.device) * odd
-        total = total + (sums * weights).sum()
-    return total

@@ -138,7 +138,7 @@ def streams_alone() -> Iterator[None]:
         return LateNumber(torch.zeros(()), None)
 
     with (
-        mock.patch.object(host_shard, "_digest", nothing),
+        mock.patch.object(host_shard, "digest_of", nothing),
         mock.patch.object(HostShard, "look_for_writes", look),
     ):
         yield
