@@ -19,6 +19,7 @@ from pydist.sharding.buckets import Bucket
 from pydist.sharding.in_flight import Gather
 from pydist.sharding.offload.host_shard import HostShard, TakenGradients
 from pydist.sharding.offload.side_streams import SideStreams, behind_current
+from pydist.sharding.parameter_groups import options_of
 from pydist.sharding.sharded_gradient import ShardedGradient
 
 _FINISH_FIRST = (
@@ -87,8 +88,10 @@ class OffloadedStep(BucketStep):
         """
         if self._strays:
             self.host.wait_for_upload()
+            self._bring_strays()
         self._changing = self.take_back()
         self.take_options(param_groups)
+        self._fix_options()
         segments = self.bucket.segments
         with as_plain_tensors():
             wholes = [segment.member.parameter.grad for segment in segments]
@@ -107,6 +110,23 @@ class OffloadedStep(BucketStep):
             for segment, whole, place in zip(segments, wholes, places, strict=True)
         }
         self._gradients = [[arriving[s.member.index] for s in part.segments] for part in self.parts]
+
+    def _bring_strays(self) -> None:
+        """Writes what strays have into their places on the GPU, if nothing else soon does.
+
+        The upload of this step does, but for a delayed one, which leaves them to the next forward.
+        """
+        if self._is_delayed:
+            self.bucket.wait()
+            with torch.no_grad():
+                for member in self._strays:
+                    self.bucket.place(member).copy_(member.parameter.detach())
+
+    def _fix_options(self) -> None:
+        """Reads options that are tensors, which a scheduler fills anew while the thread steps."""
+        for part in self.parts:
+            for name, value in options_of(part.group).items():
+                part.group[name] = _fixed(value)
 
     def run_on_host(self) -> None:
         """Waits for the gradients, and steps."""
@@ -176,6 +196,13 @@ class OffloadedStep(BucketStep):
     def scaling(self, factor: Tensor, present: set[int]) -> contextlib.AbstractContextManager[None]:
         """See `HostShard.scaling`."""
         return self.host.scaling(factor, present, self.bucket)
+
+
+def _fixed(option: Any) -> Any:
+    """An option that nobody changes: numbers where it has tensors of one element."""
+    if isinstance(option, Tensor):
+        return option.item() if option.numel() == 1 else option.detach().clone()
+    return tuple(map(_fixed, option)) if isinstance(option, (list, tuple)) else option
 
 
 class Upload:

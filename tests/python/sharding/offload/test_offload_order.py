@@ -140,6 +140,27 @@ def streams_alone() -> Iterator[None]:
     with (
         mock.patch.object(host_shard, "digest_of", nothing),
         mock.patch.object(HostShard, "look_for_writes", look),
+def fill_options_amid_a_step() -> None:
+    """A scheduler fills a rate that is a tensor while the host has yet to step by the old one."""
+    rate = torch.tensor(0.5)
+    training = Offloaded(torch.optim.SGD, delayed=True, lr=rate)
+    held = Held()
+    with mock.patch.object(OffloadedStep, "update", lambda *args: held.update(*args)):
+        training.optimizer.zero_grad()
+        training.backward(0)
+        training.optimizer.step()
+        late = (training.gradients(), [{**group, "lr": 0.5} for group in training.options()])
+        training.optimizer.param_groups[0]["lr"].fill_(0.25)
+        held.may_go_on.set()
+        training.optimizer.finish()
+    training.twin.step(*late)
+    training.check("by the rate of before")
+
+
+def test_options_of_a_delayed_step_are_those_of_its_beginning() -> None:
+    run_ranks(fill_options_amid_a_step, 2, env=NCCL, timeout=LIMIT_S)
+
+
     ):
         yield
 

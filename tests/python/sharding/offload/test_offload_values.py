@@ -200,6 +200,30 @@ def test_what_the_program_writes_counts(run: Runner, stage: int) -> None:
     run(write_between_steps, stage)
 
 
+def replace_memory_with_a_delayed_step() -> None:
+    """The next forward reads what the program has put in place of a parameter's memory."""
+    for dtype in (torch.float32, torch.bfloat16):
+        training = Offloaded(dtype=dtype, delayed=True)
+        training.optimizer.zero_grad()
+        training.backward(0)
+        training.step()
+        training.finish()
+        weight = training.model.get_parameter("middle.1.weight")
+        weight.data = weight.data * 0.5
+        training.twin.values[weight].copy_(flat(weight))
+        for number in range(1, 4):
+            training.optimizer.zero_grad()
+            training.backward(number)
+            training.step()
+            training.check(f"step {number}, {dtype}")
+        training.finish()
+        training.check(f"finished, {dtype}")
+
+
+def test_memory_that_is_replaced_with_a_delayed_step(run: Runner) -> None:
+    run(replace_memory_with_a_delayed_step)
+
+
 def train_without_wrapper() -> None:
     """Gradients that something else has averaged, and a parameter that each rank has alone."""
     rank, size = start()
