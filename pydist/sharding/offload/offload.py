@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -88,10 +89,12 @@ class Offload:
         """
         if self._communicator.backend != "nccl":
             return
-        by_number = self._by_number
+        # The reducer keeps the watcher as long as the model lives, which may outlive the optimizer.
+        itself = weakref.ref(self)
 
         def watcher(number: int, work: _native.Work | None) -> None:
-            step = by_number.get(number)
+            offload = itself()
+            step = None if offload is None else offload._by_number.get(number)
             if step is None:
                 return
             step.host.before_reduction() if work is None else step.host.after_reduction(work)
