@@ -79,6 +79,14 @@ def count_waits(delayed: bool) -> None:
     """The host waits for events of copies alone, and of a delayed step for none."""
     training = Offloaded(delayed=delayed)
     waits: list[str] = []
+    on_host = OffloadedStep.run_on_host
+    may_go_on = threading.Event()
+
+    def run_on_host(self: OffloadedStep) -> None:
+        # What the thread that steps waits for is no wait of step().
+        assert not delayed or may_go_on.wait(LIMIT_S)
+        on_host(self)
+
     for number in range(4):
         training.optimizer.zero_grad()
         training.backward(number)
@@ -86,10 +94,15 @@ def count_waits(delayed: bool) -> None:
         fake_cuda.synchronize()
         training.optimizer._join()
         fake_cuda.take_host_waits()
-        with fake_cuda.Stream():  # the copies are done long before the host asks, or never
-            training.optimizer.step()
-        training.optimizer._join()
-        waits += fake_cuda.take_host_waits()
+        may_go_on.clear()
+        with mock.patch.object(OffloadedStep, "run_on_host", run_on_host):
+            with fake_cuda.Stream():  # the copies are done long before the host asks, or never
+                training.optimizer.step()
+            in_step = fake_cuda.take_host_waits()
+            may_go_on.set()
+            training.optimizer._join()
+        assert not (delayed and in_step), in_step
+        waits += in_step + fake_cuda.take_host_waits()
     assert set(waits) <= {"an event"}
 
 
@@ -127,19 +140,6 @@ def test_a_delayed_step_returns_at_once() -> None:
     run_ranks(step_before_the_host_has, 2, env=NCCL, timeout=LIMIT_S)
 
 
-@contextlib.contextmanager
-def streams_alone() -> Iterator[None]:
-    """Nothing but streams and events keeps order: digests make the stand-in wait for a stream."""
-
-    def nothing(shard: Tensor) -> Tensor:
-        return torch.zeros((), dtype=torch.int64, device=shard.device)
-
-    def look(self: HostShard) -> LateNumber:
-        return LateNumber(torch.zeros(()), None)
-
-    with (
-        mock.patch.object(host_shard, "digest_of", nothing),
-        mock.patch.object(HostShard, "look_for_writes", look),
 def fill_options_amid_a_step() -> None:
     """A scheduler fills a rate that is a tensor while the host has yet to step by the old one."""
     rate = torch.tensor(0.5)
@@ -161,6 +161,19 @@ def test_options_of_a_delayed_step_are_those_of_its_beginning() -> None:
     run_ranks(fill_options_amid_a_step, 2, env=NCCL, timeout=LIMIT_S)
 
 
+@contextlib.contextmanager
+def streams_alone() -> Iterator[None]:
+    """Nothing but streams and events keeps order: digests make the stand-in wait for a stream."""
+
+    def nothing(shard: Tensor) -> Tensor:
+        return torch.zeros((), dtype=torch.int64, device=shard.device)
+
+    def look(self: HostShard) -> LateNumber:
+        return LateNumber(torch.zeros(()), None)
+
+    with (
+        mock.patch.object(host_shard, "digest_of", nothing),
+        mock.patch.object(HostShard, "look_for_writes", look),
     ):
         yield
 
@@ -218,6 +231,9 @@ def forget_all() -> None:
         for p in values:
             assert torch.equal(flat(p), values[p])
         fake_cuda.synchronize()
+        # The model stays, whose reducer has watched for the optimizer.
+        assert pinned() is None
+        assert model is not None
         del model, values, p
         gc.collect()
     fake_cuda.synchronize()
@@ -230,9 +246,6 @@ def test_memory_stays_until_copies_are_done() -> None:
 
 class Held:
     """Steps on the host that wait until somebody lets them go on."""
-        # The model stays, whose reducer has watched for the optimizer.
-        assert pinned() is None
-        assert model is not None
 
     def __init__(self) -> None:
         self.may_go_on = threading.Event()
