@@ -29,8 +29,13 @@ class StepThread:
         self._thread.start()
 
     def join(self) -> None:
-        """Returns once the job is over; raises what it has raised, once."""
+        """Returns once the job is over; raises what it has raised, once.
+
+        At once on the thread itself, where the collector may run whatever finalizers it finds.
+        """
         if self._thread is None or self._pid != os.getpid():
+            return
+        if self._thread is threading.current_thread():
             return
         self._thread.join()
         self._thread = None
