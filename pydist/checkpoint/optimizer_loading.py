@@ -181,6 +181,7 @@ def shards(
         sources: By those names in a checkpoint. A parameter that has none was never updated.
         groups: With these names.
     """
+    optimizer.finish()
     local = optimizer.sharded_state()
     with_masters = {
         own

@@ -223,6 +223,7 @@ def _outlined(state: ShardedState, root: str, rank: int, size: int, kind: str) -
 
 
 def _renamed(optimizer: ShardedOptimizer, names: Names, rank: int) -> ShardedState:
+    optimizer.finish()
     local = optimizer.sharded_state()
     renaming = renaming_of(optimizer, names, rank)
     return ShardedState(

@@ -114,6 +114,7 @@ def whole_state(optimizer: Any) -> dict[str, Any] | None:
     if dist.get_world_size() == 1:
         return optimizer.state_dict()
     run_state_dict_pre_hooks(optimizer)
+    optimizer.finish()
     local = optimizer.sharded_state()
     own = [name for name, part in local.parameters.items() if part.is_own]
     if own:

@@ -896,9 +896,13 @@ class ShardedOptimizer(Optimizer):
         The tensors are the optimizer's own memory, not copies. The parts of all ranks, in any
         order, are the whole: `ShardedState.merged` puts parts together, `load_sharded_state` takes
         any that cover what the rank needs, whatever ranks and stage they come from.
+
+        With `delayed=True` it waits for the step that is under way, and has what that makes; the
+        parameters have it once all ranks call `finish()`.
         """
         self._require_sound()
-        self.finish()
+        self._join()
+        self._arrive()
         names = self._layout.named()
         return state_of(self._layout, names, self._named_groups(), self._waiting)
 
@@ -918,6 +922,9 @@ class ShardedOptimizer(Optimizer):
 
         What the model has no more keeps the state that it has.
 
+        With `delayed=True`, all ranks call `finish()` first: the values of a step that is under way
+        reach the parameters later otherwise.
+
         Args:
             state: Its ranges cover what this rank's shard has of each parameter; what is beside
                 that is not looked at. Copied.
@@ -933,7 +940,8 @@ class ShardedOptimizer(Optimizer):
         for group in state.groups:
             require_plain_options(group)
         waiting = waiting_state(self._layout, names, state)
-        self.finish()
+        self._join()
+        self._arrive()
         self._state.note_state()
         for own, loaded in matching:
             self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))

@@ -161,6 +161,26 @@ def test_options_of_a_delayed_step_are_those_of_its_beginning() -> None:
     run_ranks(fill_options_amid_a_step, 2, env=NCCL, timeout=LIMIT_S)
 
 
+def ask_one_rank_for_its_state() -> None:
+    """One rank alone looks at its state, and takes it over, while a delayed step is under way."""
+    training = Offloaded(delayed=True)
+    for number in range(2):
+        training.optimizer.zero_grad()
+        training.backward(number)
+        training.step()
+    if training.rank == 0:
+        training.optimizer.sharded_state()
+        training.optimizer.load_state_dict(training.optimizer.state_dict())
+    # A gather of rank 0 alone would have met this one.
+    assert pydist.all_reduce(torch.ones(1)).item() == training.size
+    training.finish()
+    training.check("finished")
+
+
+def test_the_state_of_one_rank_talks_to_nobody() -> None:
+    run_ranks(ask_one_rank_for_its_state, 2, env=NCCL, timeout=LIMIT_S)
+
+
 @contextlib.contextmanager
 def streams_alone() -> Iterator[None]:
     """Nothing but streams and events keeps order: digests make the stand-in wait for a stream."""
@@ -316,9 +336,8 @@ def fail_on_one_rank(call: str) -> str:
             for p in training.parameters:
                 flat(p)
         else:
-            training.optimizer.state_dict()
-            for p in training.parameters:
-                flat(p)
+            training.optimizer.state_dict()  # which talks to nobody
+            training.optimizer.finish()
 
     with pytest.raises((RuntimeError, pydist.Error)) as raised:
         go_on()
