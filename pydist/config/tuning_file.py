@@ -9,6 +9,7 @@ ranks begin with nothing.
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import stat
@@ -77,8 +78,8 @@ def save(local_rank: int) -> None:
             known = []
         merged = {_key(each): each for each in (*known, *learnt)}
         _write([merged[key] for key in sorted(merged)])
-    # What is written is not learnt any more.
-    _native.replace_tuning_table([_made(_as_dict(each)) for each in table])
+        # What is written is not learnt any more.
+        _native.replace_tuning_table([_made(_as_dict(each)) for each in table])
 
 
 def read() -> list[_native.TunedClass]:
@@ -109,7 +110,14 @@ def read() -> list[_native.TunedClass]:
         if (document["processor"], document["kernel"]) != (processor_name(), platform.release()):
             raise Unusable("it is of another machine", damaged=True)
         return [_made(each) for each in document["classes"]]
-    except (ValueError, KeyError, TypeError, RecursionError, InvalidUsage) as error:
+    except (
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        RecursionError,
+        InvalidUsage,
+    ) as error:
         text = " ".join(str(error).split())[:200]
         raise Unusable(f"it is damaged ({type(error).__name__}: {text})", damaged=True) from None
 
@@ -136,6 +144,9 @@ class _saying_why_not:  # noqa: N801
         elif isinstance(error, OSError):
             # Many a container has no home that can be written.
             _logger.info("%s is not %s: %s.", path(), self._done, error.strerror or error)
+        elif isinstance(error, Exception):
+            # A fault of this file's, which must not keep a job from beginning or ending.
+            _logger.warning("%s is not %s: %r.", path(), self._done, error)
         else:
             return False
         return True
@@ -159,6 +170,9 @@ def _as_dict(each: _native.TunedClass) -> dict[str, Any]:
 
 def _made(given: dict[str, Any]) -> _native.TunedClass:
     times = [(piece, streams, float(us)) for piece, streams, us in given["times_us"]]
+    for *_, us in times:
+        if not (math.isfinite(us) and us >= 0):
+            raise ValueError(f"times_us holds {us}: must be finite and 0 or more")
     fields = {name: given[name] for name in ("kind", "memory", "ranks", "bytes", "piece_bytes")}
     return _native.TunedClass(**fields, streams=given["streams"], times_us=times)
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import stat
 from collections.abc import Iterator
@@ -128,6 +129,10 @@ def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.Mon
         json.dumps(document(classes=[{**CLASS, "piece_bytes": -1}])),
         json.dumps(document(classes=[{**CLASS, "piece_bytes": 1 << 40}])),
         json.dumps(document(classes=[{**CLASS, "times_us": [[1]]}])),
+        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, 10**400]]}])),
+        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, math.nan]]}])),
+        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, math.inf]]}])),
+        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, -1]]}])),
         json.dumps(document(classes={"a": 1})),
         json.dumps(document(processor="another one")),
         "[" * 100_000,
@@ -180,6 +185,19 @@ def test_a_file_that_others_can_write_is_not_read(
     assert known() == []
     assert json.loads(file.read_text()) == document()
     assert [("others than this process's user" in line) for line in caplog.messages] == [True] * 2
+
+
+def test_a_fault_while_writing_is_one_line_of_the_log(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overflows(_: object) -> None:
+        raise OverflowError("int too large")
+
+    monkeypatch.setattr(_native, "tuning_table", lambda: [Learnt()])
+    monkeypatch.setattr(tuning_file, "_write", overflows)
+    tuning_file.save(0)
+    (line,) = caplog.messages
+    assert line == f"{file} is not written: OverflowError('int too large')."
 
 
 def test_links_and_folders_are_not_read(file: Path) -> None:
