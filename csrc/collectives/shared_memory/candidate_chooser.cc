@@ -98,12 +98,6 @@ void CandidateChooser::note(std::size_t candidate, double time) {
     return;
   }
   times_[candidate].push_back(time);
-  if (candidate != current_ && judged_ != 0) {
-    const double known = times_[current_].empty() ? expected_ : median_of(times_[current_]);
-    const double lost = known > 0 ? time / known - 1 : 1;
-    // One use has been charged with the plan.
-    credit_ -= (warms_up_ ? 2 : 1) * std::max(lost - 1, 0.0);
-  }
 }
 
 void CandidateChooser::begin_session() {
@@ -175,7 +169,23 @@ bool CandidateChooser::is_better(std::size_t candidate) const {
              kAgreeing * static_cast<double>(own.size() * others.size());
 }
 
+void CandidateChooser::charge_slow_ones() {
+  const double known = times_[current_].empty() ? expected_ : median_of(times_[current_]);
+  if (known <= 0) {
+    return;
+  }
+  for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
+    const std::vector<double>& times = times_[candidate];
+    if (candidate != current_ && !times.empty()) {
+      const double uses = static_cast<double>(times.size()) * (warms_up_ ? 2 : 1);
+      // The plan has charged each use with one.
+      credit_ -= uses * std::max(median_of(times) / known - 2, 0.0);
+    }
+  }
+}
+
 void CandidateChooser::judge() {
+  charge_slow_ones();
   ++judged_;
   // Times may be missing: of operations that went another way in the end, or failed.
   const std::size_t least = rhythm_.rounds / 2 + 1;

@@ -9,8 +9,10 @@
 // Note [What trying may cost]
 // Trying is paid from a credit that grows by one use in kUsesForOneTry and is charged with every
 // use that goes another way than the best known one: with the time lost, and at least with one use.
-// So what is lost stays under 1 % of the time, however bad the worst candidate is. A session that
-// has found a better way has paid for itself: what it has taken is given back.
+// So what is lost stays under 1 % of the time, however bad the worst candidate is. The time lost is
+// taken from the medians of the session: one use in which the machine paused says nothing about its
+// candidate, and must not use up the credit of a whole job. A session that has found a better way
+// has paid for itself: what it has taken is given back.
 //
 // A value; not thread safe.
 
@@ -80,6 +82,7 @@ class CandidateChooser {
   void begin_session();
   void plan_round();
   void drop_hopeless();
+  void charge_slow_ones();
   void judge();
   void watch(double time);
   [[nodiscard]] bool is_better(std::size_t candidate) const;

@@ -34,6 +34,10 @@ class Uses {
     if (spike_ != 1 && random_() % 10 == 0) {
       time *= spike_;
     }
+    if (pause_ != 0 && plan.is_timed && plan.candidate != chooser_.current()) {
+      time += pause_;
+      pause_ = 0;
+    }
     const std::size_t before = chooser_.current();
     if (plan.is_timed && !loses_times_) {
       chooser_.note(plan.candidate, time);
@@ -56,6 +60,9 @@ class Uses {
   }
   void set_times(std::vector<double> times) { times_ = std::move(times); }
   void set_spike(double factor) { spike_ = factor; }
+  // One time of a candidate that is not the current one takes so much longer.
+  void pause_once(double time) { pause_ = time; }
+  [[nodiscard]] bool has_paused() const { return pause_ == 0; }
   void lose_times() { loses_times_ = true; }
   void forget_spent() {
     spent_ = 0;
@@ -77,6 +84,7 @@ class Uses {
   std::vector<double> times_;
   double noise_;
   double spike_ = 1;
+  double pause_ = 0;
   bool loses_times_ = false;
   std::mt19937_64 random_{3};
   CandidateChooser chooser_;
@@ -126,6 +134,23 @@ TEST(CandidateChooserTest, FollowsAChangeOfStateWithinSomeHundredUses) {
   EXPECT_LE(uses.until(1, 20'000), 12'000u);
 }
 
+TEST(CandidateChooserTest, FollowsAChangeAfterAPauseOfTheMachine) {
+  for (const double pause_us : {1e4, 1e6}) {
+    Uses uses({50, 60, 60, 60, 60, 60});
+    uses.many(1'000);  // the first session is over
+    uses.pause_once(pause_us);
+    for (int i = 0; i < 40'000 && !uses.has_paused(); ++i) {
+      uses.one();
+    }
+    ASSERT_TRUE(uses.has_paused());
+    // As much credit as half a session costs comes back with 9,000 uses.
+    uses.many(10'000);
+    ASSERT_EQ(uses.current(), 0u);
+    uses.set_times({150, 60, 50, 60, 60, 60});
+    EXPECT_LE(uses.until(2, 200'000), 300u) << "after a pause of " << pause_us << " us";
+  }
+}
+
 TEST(CandidateChooserTest, FindsWhatHasBecomeFasterByItself) {
   Uses uses({20, 30, 40, 30});
   uses.many(3'000);
@@ -148,6 +173,15 @@ TEST(CandidateChooserTest, CostsLessThanOnePercentWhereNothingChanges) {
     EXPECT_LT(uses.share_of_others(), 1.0 / 100);
     EXPECT_GT(uses.share_of_others(), 1.0 / 2000);
   }
+}
+
+TEST(CandidateChooserTest, CostsLessThanOnePercentHoweverSlowACandidateIs) {
+  Uses uses({20, 1'000});
+  uses.many(1'000);
+  uses.forget_spent();
+  uses.many(3'000'000);
+  EXPECT_GE(uses.chooser().judged(), 10u);
+  EXPECT_LT(uses.lost_share(), 0.01);
 }
 
 TEST(CandidateChooserTest, DoesNotFlapBetweenEquals) {
