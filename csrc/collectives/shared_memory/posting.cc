@@ -1,10 +1,27 @@
 #include "collectives/shared_memory/posting.h"
 
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+
 #include "collectives/call_mismatch.h"
 #include "collectives/shared_memory/tuning.h"
 #include "collectives/wire.h"
 
 namespace pydist {
+namespace {
+
+// What is used is what has been looked at, whoever may be damaging the memory: one atomic load,
+// which the compiler may not repeat, as it may that of a plain copy.
+TuningWord copy_of_word(const TuningWord& shared) noexcept {
+  static_assert(sizeof(TuningWord) == sizeof(std::uint64_t));
+  static_assert(offsetof(PostDetail, word) % alignof(std::uint64_t) == 0);
+  using Bits [[gnu::may_alias]] = std::uint64_t;
+  const auto* const bits = reinterpret_cast<const Bits*>(&shared);
+  return std::bit_cast<TuningWord>(__atomic_load_n(bits, __ATOMIC_RELAXED));
+}
+
+}  // namespace
 
 // Note [One line at once]: peers that are early look at the line of this rank's next post all the
 // time, and each look takes it away from this core. So the stores to it come last and close
@@ -51,8 +68,7 @@ Route agree_on_route(Group& group, const Call& call) {
     check_agreement(group, call, 0, group.size());
   }
   if ((group.post(call.root).flags & Post::kTuned) != 0) {
-    // A copy: what is used is what has been looked at, whoever may be damaging the memory.
-    const TuningWord word = group.detail(call.root).word;
+    const TuningWord word = copy_of_word(group.detail(call.root).word);
     if (group.tuning() == nullptr || !group.tuning()->is_sound(call, word)) {
       throw_damaged(group, call.root);
     }

@@ -32,7 +32,7 @@ HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
 bool may_go_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
   const bool usually =
       bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
-  Tuning* const tuning = group.tuning();
+  const Tuning* const tuning = group.tuning();
   return tuning == nullptr ? usually : tuning->goes_ahead(call, bytes, usually);
 }
 

@@ -55,8 +55,13 @@ Tuning::Class& Tuning::class_of(const Call& call, TunedMemory memory, int size_c
   return *last_;
 }
 
-bool Tuning::agreed_to_go_ahead(const Call& call, std::size_t bytes, bool usually) {
-  return class_of(call, memory_of(call), size_class_of(bytes)).goes_ahead.value_or(usually);
+bool Tuning::agreed_to_go_ahead(const Call& call, std::size_t bytes, bool usually) const noexcept {
+  const std::uint64_t code = code_of(call, memory_of(call), size_class_of(bytes));
+  if (code == last_code_) {
+    return last_->goes_ahead.value_or(usually);
+  }
+  const auto found = classes_.find(code);
+  return found != classes_.end() ? found->second.goes_ahead.value_or(usually) : usually;
 }
 
 bool Tuning::is_sound(const Call& call, const TuningWord& word) const noexcept {

@@ -44,8 +44,9 @@ class Tuning {
          TuningTable& table);
 
   // -- every rank ---------------------------------------------------------------------------
-  // Whether this rank gives so many bytes ahead, where it would `usually` do so or not.
-  [[nodiscard]] bool goes_ahead(const Call& call, std::size_t bytes, bool usually) {
+  // Whether this rank gives so many bytes ahead, where it would `usually` do so or not. Allocates
+  // nothing for a class that no word has named yet.
+  [[nodiscard]] bool goes_ahead(const Call& call, std::size_t bytes, bool usually) const noexcept {
     return is_tuned(bytes) && bytes <= most_ahead_ ? agreed_to_go_ahead(call, bytes, usually)
                                                    : usually;
   }
@@ -102,7 +103,8 @@ class Tuning {
   [[nodiscard]] Class& class_of(const Call& call, TunedMemory memory, int size_class);
   void make_known(Class& its);
   void tell(Class& its);
-  [[nodiscard]] bool agreed_to_go_ahead(const Call& call, std::size_t bytes, bool usually);
+  [[nodiscard]] bool agreed_to_go_ahead(const Call& call, std::size_t bytes,
+                                        bool usually) const noexcept;
   [[nodiscard]] std::optional<TuningWord> word_of(const Class& its) const;
   [[nodiscard]] std::optional<TuningWord> choose(const Call& call, std::size_t bytes,
                                                  std::uint8_t offer);
