@@ -9,6 +9,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "collective_case.h"
@@ -159,34 +160,57 @@ TEST_P(NativeTuning, TriesBothStoresOfLargeResults) {
   }
 }
 
-// The values of all candidates, one by one: pinned, and compared with each other.
+// Runs all_reduces with the table saying `choice` and a tuner that tries
+// nothing; the result of each rank. `wire`: the type in which elements travel.
+std::vector<std::vector<float>> results_of(Choice choice, const TuningKey& key, DType wire) {
+  TuningEntry entry;
+  entry.choice = choice;
+  TuningTable::of_process().replace({{key, entry}});
+  constexpr TuningRhythm kNever{.uses_before_first = std::size_t{1} << 40};
+  std::vector<std::vector<float>> results(static_cast<std::size_t>(key.ranks));
+  run_ranks(key.ranks, [&](RankOfTest& self) {
+    const CommunicatorPtr group = join_restless(self, test_environment(), kNever);
+    std::vector<float> values(top_of(key.size_class) / element_size(wire) - 3);
+    // A choice about going ahead holds from the second operation on.
+    for (std::uint64_t time = 0; time < 3; ++time) {
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const std::uint64_t dice = mix(i * 8 + static_cast<std::uint64_t>(self.rank));
+        values[i] = static_cast<float>(static_cast<double>(dice % 1'000'003) / 977.0);
+      }
+      Operation operation = all_reduce(values);
+      operation.wire_dtype = wire;
+      group->run(std::move(operation));
+    }
+    results[static_cast<std::size_t>(self.rank)] = values;
+  });
+  return results;
+}
+
+// All candidates of some classes, pinned one by one, and their results compared with each other.
 TEST_P(NativeTuning, AllCandidatesAreBitwiseEqual) {
   const int size = GetParam();
-  constexpr std::size_t kCount = 300'001;
-  std::vector<std::vector<float>> results;
-  for (const std::size_t chunk : {65536, 131072, 262144, 524288, 1048576}) {
-    Environment environment = test_environment();
-    environment.tuning = TuningChoice::kOff;
-    environment.chunk_bytes = chunk;
-    run_ranks(
-        size,
-        [&](RankOfTest& self) {
-          std::vector<float> values(kCount);
-          for (std::size_t i = 0; i < kCount; ++i) {
-            values[i] = static_cast<float>(
-                static_cast<double>(mix(i * 8 + static_cast<std::uint64_t>(self.rank)) %
-                                    1'000'003) /
-                977.0);
-          }
-          self.communicator->run(all_reduce(values));
-          if (self.rank == 0) {
-            results.push_back(values);
-          }
-        },
-        environment);
-  }
-  for (const std::vector<float>& each : results) {
-    EXPECT_EQ(each, results[0]);
+  const TuningLimits limits{test_environment().chunk_bytes, false, std::nullopt};
+  for (const auto& [memory, wire] : {std::pair(TunedMemory::kOrdinary, DType::kFloat32),
+                                     std::pair(TunedMemory::kConverted, DType::kBFloat16)}) {
+    std::set<std::uint32_t> pieces;
+    std::set<bool> stores;
+    for (const int size_class : {17, 19, 22}) {
+      const TuningKey key{OpKind::kAllReduce, memory, size, size_class};
+      const std::vector<Choice> choices = candidates_for(key, limits);
+      const auto expected = results_of(choices[0], key, wire);
+      for (const Choice& choice : choices) {
+        pieces.insert(choice.piece_bytes);
+        stores.insert(choice.streams);
+        EXPECT_EQ(results_of(choice, key, wire), expected)
+            << to_string(memory) << ", 2^" << size_class << " bytes in pieces of "
+            << choice.piece_bytes << ", streams: " << choice.streams;
+      }
+      for (const std::vector<float>& each : expected) {
+        EXPECT_EQ(each, expected[0]);
+      }
+    }
+    EXPECT_TRUE(pieces.contains(0) && pieces.size() >= 4) << to_string(memory);
+    EXPECT_EQ(stores.size(), memory == TunedMemory::kOrdinary ? 2u : 1u) << to_string(memory);
   }
 }
 
@@ -262,6 +286,34 @@ TEST_F(NativeTuningTest, BeginsWithTheTable) {
   EXPECT_EQ(tuning.begin(call, 0)->piece_bytes, 128u << 10);
   Tuning of_three(0, 3, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
   EXPECT_FALSE(of_three.begin(call, 0).has_value());
+}
+
+TEST_F(NativeTuningTest, GoesAheadAsHeardAndElseAsUsual) {
+  Tuning tuning(1, 2, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
+  Call call{};
+  call.kind = OpKind::kAllReduce;
+  call.dtype = call.wire_dtype = DType::kFloat32;
+  constexpr std::size_t kBytes = 100'000;
+  // Asked amid functions that promise not to throw: so nothing may be allocated.
+  static_assert(noexcept(std::as_const(tuning).goes_ahead(call, kBytes, true)));
+  TuningWord word;
+  word.size_class = static_cast<std::uint8_t>(size_class_of(kBytes));
+  for (const bool usually : {false, true}) {
+    EXPECT_EQ(tuning.goes_ahead(call, kBytes, usually), usually);
+    EXPECT_EQ(tuning.goes_ahead(call, 4 * kBytes, usually), usually);
+  }
+  for (const auto next : {TuningWord::Next::kAhead, TuningWord::Next::kInPieces}) {
+    word.next = next;
+    tuning.hear(call, word);
+    for (const bool usually : {false, true}) {
+      EXPECT_EQ(tuning.goes_ahead(call, kBytes, usually), next == TuningWord::Next::kAhead);
+      // Of another class, nothing has been heard.
+      EXPECT_EQ(tuning.goes_ahead(call, 4 * kBytes, usually), usually);
+      call.root = 1;
+      EXPECT_EQ(tuning.goes_ahead(call, kBytes, usually), usually);
+      call.root = 0;
+    }
+  }
 }
 
 TEST_F(NativeTuningTest, SaysNothingOfSmallOperations) {
