@@ -89,15 +89,18 @@ def read() -> list[_native.TunedClass]:
         Unusable: it is not this user's, or damaged, or of another format.
         OSError: it can't be read.
     """
+    file_path = path()
+    if not file_path.is_absolute():
+        raise Unusable("this user has no home folder; XDG_CACHE_HOME names another")
     try:
-        descriptor = os.open(path(), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(file_path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return []
     with open(descriptor, "rb") as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
             raise Unusable("it is no regular file")
-        if facts.st_uid != os.geteuid() or facts.st_mode & stat.S_IWOTH:
+        if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise Unusable("others than this process's user can write it")
         content = file.read(_MOST_BYTES + 1)
     if len(content) > _MOST_BYTES:
@@ -107,6 +110,8 @@ def read() -> list[_native.TunedClass]:
         number = document["format"]
         if isinstance(number, int) and number > FORMAT:
             raise Unusable(f"it is of format {number}, that of a newer pydist")
+        if number != FORMAT or isinstance(number, bool):
+            raise ValueError(f"format is {number!r} instead of {FORMAT}")
         if (document["processor"], document["kernel"]) != (processor_name(), platform.release()):
             raise Unusable("it is of another machine", damaged=True)
         return [_made(each) for each in document["classes"]]

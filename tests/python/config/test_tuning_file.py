@@ -122,6 +122,8 @@ def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.Mon
         "null",
         json.dumps(document())[:-20],
         json.dumps({"format": 1}),
+        json.dumps(document(format=0)),
+        json.dumps(document(format="7")),
         json.dumps(document(classes=[{**CLASS, "kind": "all_reduced"}])),
         json.dumps(document(classes=[{**CLASS, "memory": "none"}])),
         json.dumps(document(classes=[{**CLASS, "bytes": 1000}])),
@@ -174,8 +176,9 @@ def test_a_file_that_others_can_write_is_not_read(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text(json.dumps(document()))
-    file.chmod(0o666)
-    tuning_file.load()
+    for mode in (0o666, 0o660):
+        file.chmod(mode)
+        tuning_file.load()
     file.chmod(0o600)
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
@@ -184,7 +187,25 @@ def test_a_file_that_others_can_write_is_not_read(
         tuning_file.save(0)
     assert known() == []
     assert json.loads(file.read_text()) == document()
-    assert [("others than this process's user" in line) for line in caplog.messages] == [True] * 2
+    assert [("others than this process's user" in line) for line in caplog.messages] == [True] * 3
+
+
+def test_without_a_home_nothing_is_kept(
+    file: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda text: text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_native, "tuning_table", lambda: [Learnt()])
+    before = sorted(tmp_path.iterdir())
+    tuning_file.load()
+    tuning_file.save(0)
+    (line,) = caplog.messages
+    assert "this user has no home folder; XDG_CACHE_HOME names another" in line
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_a_fault_while_writing_is_one_line_of_the_log(

@@ -170,13 +170,15 @@ std::vector<std::vector<float>> results_of(Choice choice, const TuningKey& key, 
   std::vector<std::vector<float>> results(static_cast<std::size_t>(key.ranks));
   run_ranks(key.ranks, [&](RankOfTest& self) {
     const CommunicatorPtr group = join_restless(self, test_environment(), kNever);
-    std::vector<float> values(top_of(key.size_class) / element_size(wire) - 3);
+    std::vector<float> input(top_of(key.size_class) / element_size(wire) - 3);
+    for (std::size_t i = 0; i < input.size(); ++i) {
+      const std::uint64_t dice = mix(i * 8 + static_cast<std::uint64_t>(self.rank));
+      input[i] = static_cast<float>(static_cast<double>(dice % 1'000'003) / 977.0);
+    }
+    std::vector<float> values;
     // A choice about going ahead holds from the second operation on.
-    for (std::uint64_t time = 0; time < 3; ++time) {
-      for (std::size_t i = 0; i < values.size(); ++i) {
-        const std::uint64_t dice = mix(i * 8 + static_cast<std::uint64_t>(self.rank));
-        values[i] = static_cast<float>(static_cast<double>(dice % 1'000'003) / 977.0);
-      }
+    for (int time = 0; time < 2; ++time) {
+      values = input;
       Operation operation = all_reduce(values);
       operation.wire_dtype = wire;
       group->run(std::move(operation));
