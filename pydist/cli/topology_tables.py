@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from pydist.benchmarks.sizes import size_text
+from pydist.cli.printing import print_whole
 from pydist.topology.host import HostFacts
 from pydist.topology.interfaces import Interface, Told, interfaces_with
 from pydist.topology.job import JobTopology
@@ -25,13 +24,13 @@ def print_host(host: HostFacts, told: Told) -> None:
         host: It.
         told: The addresses by which other hosts would connect to it.
     """
-    _print(f"Host {host.name}, {host.identity}")
+    print_whole(f"Host {host.name}, {host.identity}")
     _print_parts(host, interfaces_with(told.addresses, host.interfaces))
     if told.addresses:
-        _print(f"\nOther hosts would connect to {', '.join(told.addresses)}: {told.reason}.")
+        print_whole(f"\nOther hosts would connect to {', '.join(told.addresses)}: {told.reason}.")
     else:
         why = told.reason or "neither PYDIST_INTERFACE nor MASTER_ADDR is set"
-        _print(
+        print_whole(
             f"\nWhich interface other hosts would connect to is not known: {why}. Started on all "
             "ranks by a launcher, this command also says what is between them."
         )
@@ -40,30 +39,21 @@ def print_host(host: HostFacts, told: Told) -> None:
 def print_job(job: JobTopology) -> None:
     """A job, for people."""
     ranks = job.placement.ranks
-    _print(f"{ranks} ranks on {_hosts(job)}, backend {job.backend}: {job.reason}.\n")
-    _print(_host_table(job))
-    _print(_rank_table(job))
+    print_whole(f"{ranks} ranks on {_hosts(job)}, backend {job.backend}: {job.reason}.\n")
+    print_whole(_host_table(job))
+    print_whole(_rank_table(job))
     for number, host in enumerate(job.hosts):
-        _print(f"\nHost {number}, {host.name}")
+        print_whole(f"\nHost {number}, {host.name}")
         used = {
             name for rank in job.placement.ranks_on[number] for name in job.ranks[rank].interfaces
         }
         _print_parts(host, used)
     if job.links:
-        _print(_link_table(job))
+        print_whole(_link_table(job))
 
 
 def _hosts(job: JobTopology) -> str:
     return "1 host" if job.placement.hosts == 1 else f"{job.placement.hosts} hosts"
-
-
-def _print(text: str | Table) -> None:
-    console = Console(highlight=False, markup=False)
-    if isinstance(text, Table):
-        # As wide as it is: rich would cut columns off to fit a narrow terminal.
-        options = console.options.update(max_width=1000)
-        console.width = max(console.width, Measurement.get(console, options, text).maximum)
-    console.print(text, soft_wrap=isinstance(text, str))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -75,13 +65,13 @@ def _table(title: str, *columns: str) -> Table:
 
 def _print_parts(host: HostFacts, used: Sequence[str] | set[str]) -> None:
     """What a host consists of."""
-    _print(_node_table(host.nodes))
+    print_whole(_node_table(host.nodes))
     gpus = _table("\nGPUs", "GPU", "name")
     for number, name in enumerate(host.gpus):
         gpus.add_row(str(number), name)
     if host.gpus:
-        _print(gpus)
-    _print(_interface_table(host.interfaces, used))
+        print_whole(gpus)
+    print_whole(_interface_table(host.interfaces, used))
 
 
 def _node_table(nodes: Sequence[NumaNode]) -> Table:

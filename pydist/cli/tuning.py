@@ -6,13 +6,12 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from pydist import _native
 from pydist.benchmarks.sizes import size_text
-from pydist.benchmarks.tuned import Tuned, tuned_of, way_text
+from pydist.benchmarks.tuned import Tuned, times_text, tuned_of, way_text
+from pydist.cli.printing import print_whole
 from pydist.config import tuning_file
 
 __all__ = ["show_tuning"]
@@ -48,11 +47,11 @@ def show_tuning(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_report(mode, known, problem, ranks, candidates), indent=2))
         return 0
-    _print(f"PYDIST_TUNING={mode}: {_meaning(mode, problem, has_any=bool(known))}")
+    print_whole(f"PYDIST_TUNING={mode}: {_meaning(mode, problem, has_any=bool(known))}")
     if known:
-        _print(_known_table(known))
+        print_whole(_known_table(known))
     if mode != "off":
-        _print(_candidates_table(ranks, candidates))
+        print_whole(_candidates_table(ranks, candidates))
     return 0
 
 
@@ -89,7 +88,7 @@ def _meaning(mode: str, problem: str, *, has_any: bool) -> str:
 
 def _known_table(known: list[Tuned]) -> Table:
     table = Table(title="\nFastest so far", title_justify="left", box=None, pad_edge=False)
-    for column in ("collective", "memory", "ranks", "up to", "way", "us", "others: us"):
+    for column in ("collective", "memory", "ranks", "up to", "way", "us", "others"):
         is_number = column in ("ranks", "up to", "us")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for each in known:
@@ -102,10 +101,7 @@ def _known_table(known: list[Tuned]) -> Table:
             size_text(each.bytes),
             way_text(each.way, each.memory),
             "" if own is None else f"{own:.4g}",
-            "; ".join(
-                f"{way_text(way, each.memory)}: {us:.4g}"
-                for way, us in sorted(times.items(), key=lambda item: item[1])
-            ),
+            times_text(times.items(), each.memory),
         )
     return table
 
@@ -118,12 +114,3 @@ def _candidates_table(ranks: int, candidates: dict[int, list[tuple[int, bool]]])
     for size, ways in candidates.items():
         table.add_row(size_text(size), "; ".join(way_text(way, "ordinary") for way in ways))
     return table
-
-
-def _print(text: str | Table) -> None:
-    console = Console(highlight=False, markup=False)
-    if isinstance(text, Table):
-        # As wide as it is: rich would cut columns off to fit a narrow terminal.
-        options = console.options.update(max_width=1000)
-        console.width = max(console.width, Measurement.get(console, options, text).maximum)
-    console.print(text, soft_wrap=isinstance(text, str))

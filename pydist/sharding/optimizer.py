@@ -201,9 +201,8 @@ class ShardedOptimizer(Optimizer):
         offload: "cpu" keeps the optimizer's state of the shard, for parameters on GPUs, in the
             host's memory, and steps there, by the fused kernels; None: where the parameters are.
         delayed: Whether the host steps beside the next forward and backward, which offload="cpu"
-            makes possible: every parameter is one step behind its gradients then. `finish()`,
-            `state_dict()` and whatever else is of parameters or state waits for that step and
-            takes it over, so all ranks call them.
+            makes possible: every parameter is one step behind its gradients then. `finish()` takes
+            over the step that is under way; what tells of state waits for it.
         process_group: The ranks, where they aren't those of a `pydist.DataParallel` model; default:
             all.
         **defaults: The options of `optimizer_class`. With `fused=True`, pydist's kernels step for

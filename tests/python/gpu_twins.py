@@ -22,6 +22,9 @@ ENVIRONMENTS: dict[str, dict[str, str | None]] = {
     "gloo": {"PYDIST_BACKEND": "gloo", "PYDIST_STAGING_BYTES": "65536"},
 }
 
+# Of one call of ranks, in seconds.
+LIMIT_S = 40.0
+
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 
 

@@ -7,7 +7,6 @@ whole steps, in which they overlap with each other and with forward and backward
 """
 
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pydist.benchmarks import subcommand
 from pydist.benchmarks.machine import unpinned
 from pydist.benchmarks.processes.job import Job
 from pydist.benchmarks.steps.models import MODELS
-from pydist.benchmarks.steps.step_times import Rounds, in_rounds, read_rounds
+from pydist.benchmarks.steps.step_times import Rounds, in_rounds, read_rounds, slowest_s
 from pydist.errors import InvalidUsage
 
 FLOWS = ("to host", "step", "to device")
@@ -63,19 +62,10 @@ def _run_rounds(name: str, seconds: float, journal: str) -> dict[str, Any]:
     assert offload is not None
     _train(model, optimizer, inputs)
     flows = offload.flows()
-    slowest = torch.zeros(1, dtype=torch.float64)
-
-    def timed(run: Any) -> float:
-        pydist.barrier()
-        start_s = time.perf_counter()
-        run()
-        slowest[0] = time.perf_counter() - start_s
-        pydist.all_reduce(slowest, "max")
-        return float(slowest[0])
 
     def time_round(_number: int) -> dict[str, float]:
-        times = {WHOLE_STEP: timed(lambda: _train(model, optimizer, inputs))}
-        return times | {flow: timed(flows[flow].run) for flow in FLOWS}
+        times = {WHOLE_STEP: slowest_s(lambda: _train(model, optimizer, inputs))}
+        return times | {flow: slowest_s(flows[flow].run) for flow in FLOWS}
 
     in_rounds(f"{name}: flows of a step on the host", seconds, journal, time_round)
     return {

@@ -14,7 +14,6 @@ counts; and pydist's own DataParallel with the whole optimizer on every rank.
 import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -43,6 +42,7 @@ from pydist.benchmarks.steps.step_times import (
     plain,
     read_rounds,
     share_of_added,
+    slowest_s,
 )
 from pydist.errors import InvalidUsage
 
@@ -118,18 +118,9 @@ def _run_rounds(name: str, seconds: float, journal: str) -> None:
     torch.manual_seed(0)
     model, inputs = MODELS[name].make()
     arms = _make_arms(model, inputs)
-    slowest = torch.zeros(1, dtype=torch.float64)
-
-    def time_arm(step: Callable[[], None]) -> float:
-        pydist.barrier()
-        start_s = time.perf_counter()
-        step()
-        slowest[0] = time.perf_counter() - start_s
-        pydist.all_reduce(slowest, "max")
-        return float(slowest[0])
 
     def time_round(number: int) -> dict[str, float]:
-        return {arm: time_arm(step) for arm, step in in_turns(arms, number)}
+        return {arm: slowest_s(step) for arm, step in in_turns(arms, number)}
 
     in_rounds(f"{name}: steps with optimizers", seconds, journal, time_round)
 

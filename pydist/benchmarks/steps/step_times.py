@@ -119,6 +119,16 @@ def run_rounds(name: str, seconds: float, journal: str) -> None:
     in_rounds(f"{name}: steps", seconds, journal, time_round)
 
 
+def slowest_s(run: Callable[[], object]) -> float:
+    """Seconds that `run` takes on the slowest rank, which all begin together."""
+    pydist.barrier()
+    start_s = time.perf_counter()
+    run()
+    slowest = torch.tensor(time.perf_counter() - start_s, dtype=torch.float64)
+    pydist.all_reduce(slowest, "max")
+    return float(slowest)
+
+
 def in_rounds(
     what: str, seconds: float, journal: str, time_round: Callable[[int], dict[str, float]]
 ) -> None:

@@ -17,7 +17,6 @@ seen the updates up to n - 2.
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,10 +33,11 @@ from pydist.sharding.offload.flows import Flow, flows_of
 from pydist.sharding.offload.offloaded_step import OffloadedStep
 from pydist.sharding.offload.side_streams import SideStreams
 from pydist.sharding.offload.step_thread import StepThread
+from pydist.sharding.offload.thread_share import count_of_threads
 
 
 class Offload:
-    """The steps of all buckets of an optimizer.
+    """The steps of all buckets of an optimizer. All ranks make it.
 
     Args:
         communicator: The ranks.
@@ -47,7 +47,7 @@ class Offload:
     def __init__(self, communicator: _native.Communicator, *, is_delayed: bool) -> None:
         self._communicator = communicator
         self._is_delayed = is_delayed
-        self._threads = _native.StepThreads(thread_count(communicator))
+        self._threads = _native.StepThreads(count_of_threads(communicator))
         self._streams: dict[torch.device, SideStreams] = {}
         self._steps: list[OffloadedStep] = []
         # By the reducer's number of the bucket.
@@ -181,17 +181,3 @@ class Offload:
 def _run_on_host(steps: Sequence[OffloadedStep]) -> None:
     for step in steps:
         step.run_on_host()
-
-
-def thread_count(communicator: _native.Communicator) -> int:
-    """How many threads of a rank step: its share of the host's cores, but for one.
-
-    That one is for the thread that trains, which launches kernels and waits for other ranks.
-    """
-    hosts = [communicator.place_of(rank)[0] for rank in range(communicator.size)]
-    here = max(1, hosts.count(hosts[communicator.rank]))
-    quota = _native.processor_quota()
-    cores = len(os.sched_getaffinity(0))
-    if quota is not None:
-        cores = min(cores, max(1, int(quota)))
-    return max(1, cores // here - 1)

@@ -68,7 +68,8 @@ def test_what_is_known_and_what_there_is(file: Path, capsys: pytest.CaptureFixtu
     output = printed(capsys)
     assert f"PYDIST_TUNING=on: ranks begin with what {file} tells." in output
     assert row_with("18.5", output) == (
-        "all_reduce ordinary 2 256 KiB pieces of 128 KiB 18.5 one shot: 24; pieces of 256 KiB: 29.6"
+        "all_reduce ordinary 2 256 KiB pieces of 128 KiB 18.5 "
+        "one shot: 24 us; pieces of 256 KiB: 29.6 us"
     )
     assert row_with("broadcast", output) == "broadcast symmetric 4 8 MiB streaming stores"
     assert row_with("64 MiB", output).startswith("64 MiB pieces of 512 KiB, streaming stores; ")

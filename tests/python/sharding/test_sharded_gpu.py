@@ -16,31 +16,15 @@ import gpu_ranks
 import pytest
 import torch
 from gpu_ranks import needs_gpu_ranks
-from gpu_twins import ENVIRONMENTS, STAGES, Twins, assert_near, is_on_nccl, loss_of, start
-from launch import Ranks, run_ranks
+from gpu_twins import ENVIRONMENTS, LIMIT_S, STAGES, Twins, assert_near, is_on_nccl, loss_of, start
+from launch import run_ranks
 from thorough import everyday
 from torch import Tensor, nn
 from training import Runner, batch
 
 import pydist
 
-LIMIT_S = 40.0
-
 pytestmark = [needs_gpu_ranks, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(
-    scope="module", params=everyday("nccl-2", "native-2", thorough=("native-3", "gloo-2", "gloo-3"))
-)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    backend, count = request.param.split("-")
-    with Ranks(int(count), ENVIRONMENTS[backend]) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def run(ranks: Ranks) -> Runner:
-    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ import gpu_ranks
 import pytest
 import torch
 from gpu_ranks import Graph, needs_gpu_ranks
-from gpu_twins import ENVIRONMENTS, STAGES, is_on_nccl, start
-from launch import Ranks, rank_outcomes, run_ranks
+from gpu_twins import ENVIRONMENTS, LIMIT_S, STAGES, is_on_nccl, start
+from launch import rank_outcomes, run_ranks
 from thorough import everyday
 from torch import Tensor, nn
 from training import Runner, joined
@@ -26,23 +26,7 @@ from twins import steps_late
 
 import pydist
 
-LIMIT_S = 40.0
-
 pytestmark = [needs_gpu_ranks, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(
-    scope="module", params=everyday("nccl-2", "native-2", thorough=("native-3", "gloo-2", "gloo-3"))
-)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    backend, count = request.param.split("-")
-    with Ranks(int(count), ENVIRONMENTS[backend]) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def run(ranks: Ranks) -> Runner:
-    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
 def synchronize() -> None:

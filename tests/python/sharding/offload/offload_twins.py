@@ -132,6 +132,12 @@ class Offloaded:
         loss.backward()
         return loss
 
+    def train(self, step: int) -> None:
+        """Backward and step, from no gradients."""
+        self.optimizer.zero_grad()
+        self.backward(step)
+        self.step()
+
     def loss(self, step: int) -> Tensor:
         loss: Tensor = self.model(batch(self.rank, 6, 10, step=step))
         return loss

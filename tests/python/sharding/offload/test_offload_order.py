@@ -165,9 +165,7 @@ def ask_one_rank_for_its_state() -> None:
     """One rank alone looks at its state, and takes it over, while a delayed step is under way."""
     training = Offloaded(delayed=True)
     for number in range(2):
-        training.optimizer.zero_grad()
-        training.backward(number)
-        training.step()
+        training.train(number)
     if training.rank == 0:
         training.optimizer.sharded_state()
         training.optimizer.load_state_dict(training.optimizer.state_dict())
@@ -239,9 +237,7 @@ def forget_all() -> None:
     """Nobody has the optimizer any more while its copies travel, on streams that dawdle."""
     for delayed in (False, True):
         training = Offloaded(delayed=delayed, delay_us=3000)
-        training.optimizer.zero_grad()
-        training.backward(0)
-        training.step()
+        training.train(0)
         training.finish()
         values = dict(training.twin.values)
         pinned = weakref.ref(training.optimizer._steps[0].host._values)
@@ -303,9 +299,7 @@ def test_shutdown_waits_for_a_delayed_step() -> None:
 def fail_on_one_rank(call: str) -> str:
     training = Offloaded(delayed=True)
     for number in range(2):
-        training.optimizer.zero_grad()
-        training.backward(number)
-        training.step()
+        training.train(number)
 
     def update(self: OffloadedStep, *args: Any) -> None:
         raise RuntimeError("the step has no luck")

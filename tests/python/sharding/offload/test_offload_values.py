@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import gpu_ranks
 import pytest
 import torch
 from gpu_ranks import needs_gpu_ranks
-from gpu_twins import ENVIRONMENTS, STAGES, start
-from launch import Ranks, run_ranks
+from gpu_twins import ENVIRONMENTS, LIMIT_S, STAGES, start
+from launch import run_ranks
 from offload_twins import KernelTwin, Offloaded, Uneven, flat
-from thorough import everyday
 from training import Runner, batch
 
 import pydist
 
-LIMIT_S = 40.0
-
 pytestmark = [needs_gpu_ranks, pytest.mark.timeout(60)]
-
-
-@pytest.fixture(
-    scope="module", params=everyday("nccl-2", "native-2", thorough=("nccl-3", "native-3", "gloo-2"))
-)
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    backend, count = request.param.split("-")
-    with Ranks(int(count), ENVIRONMENTS[backend]) as ranks:
-        yield ranks
-
-
-@pytest.fixture
-def run(ranks: Ranks) -> Runner:
-    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
 
 
 CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
@@ -49,9 +31,7 @@ def train(stage: int) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             training = Offloaded(optimizer_class, dtype=dtype, stage=stage, **options)
             for number in range(4):
-                training.optimizer.zero_grad()
-                training.backward(number)
-                training.step()
+                training.train(number)
             training.check(f"{optimizer_class.__name__}, {options}, {dtype}")
 
 
@@ -155,9 +135,7 @@ def schedule(stage: int, delayed: bool = False) -> None:
     for number in range(6):
         if number == 2:
             frozen.requires_grad_(True)
-        training.optimizer.zero_grad()
-        training.backward(number)
-        training.step()
+        training.train(number)
         scheduler.step()
         training.check(f"step {number}")
     assert frozen.grad is not None
@@ -204,17 +182,13 @@ def replace_memory_with_a_delayed_step() -> None:
     """The next forward reads what the program has put in place of a parameter's memory."""
     for dtype in (torch.float32, torch.bfloat16):
         training = Offloaded(dtype=dtype, delayed=True)
-        training.optimizer.zero_grad()
-        training.backward(0)
-        training.step()
+        training.train(0)
         training.finish()
         weight = training.model.get_parameter("middle.1.weight")
         weight.data = weight.data * 0.5
         training.twin.values[weight].copy_(flat(weight))
         for number in range(1, 4):
-            training.optimizer.zero_grad()
-            training.backward(number)
-            training.step()
+            training.train(number)
             training.check(f"step {number}, {dtype}")
         training.finish()
         training.check(f"finished, {dtype}")
@@ -262,16 +236,12 @@ def train_one_rank_late(stage: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         training = Offloaded(dtype=dtype, stage=stage, delayed=True, weight_decay=0.1)
         for number in range(5):
-            training.optimizer.zero_grad()
-            training.backward(number)
-            training.step()
+            training.train(number)
             training.check(f"step {number}, {dtype}")
         training.finish()
         training.check(f"finished, {dtype}")
         training.write(1.5)
-        training.optimizer.zero_grad()
-        training.backward(7)
-        training.step()
+        training.train(7)
         training.finish()
         training.check(f"written, {dtype}")
 

@@ -39,6 +39,20 @@ def step(values: list[Tensor], gradients: list[Tensor], threads: int | None) -> 
     return stepped
 
 
+def subtract(values: list[Tensor], gradients: list[Tensor], threads: _native.StepThreads) -> None:
+    """One step of plain SGD with a rate of 1."""
+    _native.sgd_step(
+        *(values, gradients, None, None),
+        begins=[False] * len(values),
+        lr=1.0,
+        momentum=0.0,
+        dampening=0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        threads=threads,
+    )
+
+
 def tensors() -> tuple[list[Tensor], list[Tensor]]:
     torch.manual_seed(0)
     counts = (COUNT, 1, 0, 33, 70_001)
@@ -62,16 +76,7 @@ def test_callers_take_turns() -> None:
     def run() -> None:
         values, gradients = [torch.ones(COUNT)], [torch.ones(COUNT)]
         for _ in range(20):
-            _native.sgd_step(
-                *(values, gradients, None, None),
-                begins=[False],
-                lr=1.0,
-                momentum=0.0,
-                dampening=0.0,
-                weight_decay=0.0,
-                nesterov=False,
-                threads=pool,
-            )
+            subtract(values, gradients, pool)
         results.append(values[0])
 
     callers = [threading.Thread(target=run) for _ in range(4)]
@@ -89,16 +94,7 @@ def test_a_forked_child_steps_alone() -> None:
     values, gradients = [torch.ones(COUNT)], [torch.ones(COUNT)]
     child = os.fork()
     if child == 0:
-        _native.sgd_step(
-            *(values, gradients, None, None),
-            begins=[False],
-            lr=1.0,
-            momentum=0.0,
-            dampening=0.0,
-            weight_decay=0.0,
-            nesterov=False,
-            threads=pool,
-        )
+        subtract(values, gradients, pool)
         # Not by an operator over all: torch's own threads are not there either.
         os._exit(0 if {values[0][i].item() for i in (0, COUNT // 2, COUNT - 1)} == {0.0} else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,26 @@
+"""Ranks for sharded training on GPUs, of each backend; other files have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gpu_twins import ENVIRONMENTS, LIMIT_S
+from launch import Ranks
+from thorough import everyday
+from training import Runner
+
+
+@pytest.fixture(
+    scope="module",
+    params=everyday("nccl-2", "native-2", thorough=("nccl-3", "native-3", "gloo-2", "gloo-3")),
+)
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    backend, count = request.param.split("-")
+    with Ranks(int(count), ENVIRONMENTS[backend]) as ranks:
+        yield ranks
+
+
+@pytest.fixture
+def run(ranks: Ranks) -> Runner:
+    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
