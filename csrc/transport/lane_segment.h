@@ -161,14 +161,8 @@ class LaneSegment {
  public:
   LaneSegment() = default;
   LaneSegment(SharedSegment segment, LaneTable table, const LaneShape& shape) noexcept;
-  // Messages between all of so many ranks.
-  LaneSegment(SharedSegment segment, int size) noexcept
-      : LaneSegment(std::move(segment), LaneTable(size), kMessageLanes) {}
 
   [[nodiscard]] static std::size_t bytes(const LaneTable& table, const LaneShape& shape) noexcept;
-  [[nodiscard]] static std::size_t bytes(int size) noexcept {
-    return bytes(LaneTable(size), kMessageLanes);
-  }
   // Of each slot of a lane between hosts, and inside a host: the same on all hosts.
   [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
   [[nodiscard]] std::size_t slot_bytes_inside() const noexcept { return slot_bytes_inside_; }

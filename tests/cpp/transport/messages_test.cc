@@ -27,7 +27,9 @@ class HostOfRanks {
  public:
   explicit HostOfRanks(int size)
       : size_(size),
-        memory_(SharedSegment::create("messages", LaneSegment::bytes(size)), size),
+        memory_(
+            SharedSegment::create("messages", LaneSegment::bytes(LaneTable(size), kMessageLanes)),
+            LaneTable(size), kMessageLanes),
         bells_(std::make_unique<Doorbell[]>(static_cast<std::size_t>(size))) {
     for (int rank = 0; rank < size; ++rank) {
       memory_.reserve_counters(rank);

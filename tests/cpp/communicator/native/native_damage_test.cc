@@ -423,7 +423,9 @@ TEST(NativeDamageTest, PagesAndRecordsOfPeersHurtNobody) {
 TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
   Dice dice;
   constexpr std::array<std::size_t, 6> kCounts{0, 1, 8, 9, 5000, 200'000};
-  const LaneSegment lanes(SharedSegment::create("lanes", LaneSegment::bytes(2)), 2);
+  const LaneTable table(2);
+  const LaneSegment lanes(SharedSegment::create("lanes", LaneSegment::bytes(table, kMessageLanes)),
+                          table, kMessageLanes);
   for (int rank = 0; rank < 2; ++rank) {
     lanes.reserve_counters(rank);
     for (int peer = 0; peer < 2; ++peer) {

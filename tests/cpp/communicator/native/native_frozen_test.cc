@@ -50,8 +50,10 @@ class NativeFrozenTest : public ::testing::Test {
     }
     const SharedSegment group =
         SharedSegment::create("group", GroupSegment::bytes(kSize, kChunkBytes));
-    const SharedSegment messages = SharedSegment::create("messages", LaneSegment::bytes(kSize));
-    const LaneSegment lanes(messages, kSize);
+    const LaneTable table(kSize);
+    const SharedSegment messages =
+        SharedSegment::create("messages", LaneSegment::bytes(table, kMessageLanes));
+    const LaneSegment lanes(messages, table, kMessageLanes);
     for (int rank = 0; rank < kSize; ++rank) {
       GroupSegment(group, kSize, kChunkBytes).reserve_control(rank);
       lanes.reserve_counters(rank);
