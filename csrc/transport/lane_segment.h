@@ -19,6 +19,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -86,20 +87,23 @@ inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .bytes_for_all_hosts = 0,
                                          .all_bytes = std::size_t{256} << 20};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
-// much as tens of KiB, and a segment may end in a small one: so segments are long (512 KiB and a
-// little, see Note [Whole packets]), and slots are released in pairs. Longer ones leave the cache
-// before they are worked on.
-inline constexpr LaneShape kCollectiveLanes{.slots = 8,
-                                            .window = 3,
-                                            .release_every = 2,
-                                            .slot_bytes = std::size_t{544} << 10,
-                                            .bytes_for_a_host = std::size_t{32} << 10,
-                                            .bytes_for_all_hosts = std::size_t{1} << 20,
-                                            .all_bytes = std::size_t{4} << 30};
+// much as tens of KiB, and a segment may end in a small one: so segments are long (a chunk and a
+// little, see Note [Whole packets]), and slots are released in pairs. Longer ones than 512 KiB
+// leave the cache before they are worked on.
+[[nodiscard]] constexpr LaneShape collective_lanes(std::size_t chunk_bytes) noexcept {
+  const std::size_t segment = std::min(chunk_bytes, std::size_t{512} << 10);
+  return {.slots = 8,
+          .window = 3,
+          .release_every = 2,
+          .slot_bytes = segment + segment / 16,
+          .bytes_for_a_host = std::size_t{32} << 10,
+          .bytes_for_all_hosts = std::size_t{1} << 20,
+          .all_bytes = std::size_t{4} << 30};
+}
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.
-static_assert(2 * kCollectiveLanes.window + 1 + kCollectiveLanes.release_every - 1 <=
-              kCollectiveLanes.slots);
+static_assert(2 * collective_lanes(0).window + 1 + collective_lanes(0).release_every - 1 <=
+              collective_lanes(0).slots);
 
 // Which lanes a host has, those with one of its ranks at an end, and in which place each is.
 class LaneTable {
@@ -166,6 +170,7 @@ class LaneSegment {
   // Of each slot of a lane between hosts, and inside a host: the same on all hosts.
   [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
   [[nodiscard]] std::size_t slot_bytes_inside() const noexcept { return slot_bytes_inside_; }
+  [[nodiscard]] std::size_t window() const noexcept { return shape_.window; }
   // Those of the lanes of one sender.
   void reserve_counters(int sender) const;
   // For the sender of a lane.

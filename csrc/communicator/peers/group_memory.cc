@@ -17,8 +17,8 @@ void GroupMemory::create(const Placement& placement, int host) {
   group_ = SharedSegment::create("group", GroupSegment::bytes(size_, chunk_bytes_));
   messages_ = SharedSegment::create("messages", LaneSegment::bytes(lanes_, kMessageLanes));
   if (placement.spans_hosts()) {
-    collectives_ =
-        SharedSegment::create("collectives", LaneSegment::bytes(lanes_, kCollectiveLanes));
+    collectives_ = SharedSegment::create(
+        "collectives", LaneSegment::bytes(lanes_, collective_lanes(chunk_bytes_)));
   }
   heap_ = SharedFile::create("heap");
 }
@@ -47,7 +47,7 @@ void GroupMemory::fetch(const Placement& placement, int host,
   group_ = map(kGroup, GroupSegment::bytes(size_, chunk_bytes_));
   messages_ = map(kMessages, LaneSegment::bytes(lanes_, kMessageLanes));
   if (placement.spans_hosts()) {
-    collectives_ = map(kCollectives, LaneSegment::bytes(lanes_, kCollectiveLanes));
+    collectives_ = map(kCollectives, LaneSegment::bytes(lanes_, collective_lanes(chunk_bytes_)));
   }
   heap_ = SharedFile(fetch(kHeap));
 }

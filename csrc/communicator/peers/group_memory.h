@@ -37,7 +37,9 @@ class GroupMemory {
   [[nodiscard]] GroupSegment group() const { return {group_, size_, chunk_bytes_}; }
   [[nodiscard]] LaneSegment messages() const { return {messages_, lanes_, kMessageLanes}; }
   // Which only a group has that spans hosts.
-  [[nodiscard]] LaneSegment collectives() const { return {collectives_, lanes_, kCollectiveLanes}; }
+  [[nodiscard]] LaneSegment collectives() const {
+    return {collectives_, lanes_, collective_lanes(chunk_bytes_)};
+  }
   [[nodiscard]] SharedFile heap() const { return heap_; }
 
  private:

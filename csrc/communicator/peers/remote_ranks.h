@@ -73,7 +73,7 @@ class RemoteRanks final : public Announcer,
   [[nodiscard]] std::size_t slot_bytes_on_host() const noexcept override {
     return lanes_.collectives.slot_bytes_inside();
   }
-  [[nodiscard]] std::size_t window() const noexcept override { return kCollectiveLanes.window; }
+  [[nodiscard]] std::size_t window() const noexcept override { return lanes_.collectives.window(); }
   [[nodiscard]] SendChannel& to(int rank) override;
   [[nodiscard]] ReceiveChannel& from(int rank) override;
 

@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "base/env.h"
+
 namespace pydist::testing {
 namespace {
 
@@ -60,8 +62,9 @@ TEST(LaneTableTest, HasAPlaceForEachPairWhereAllRanksAreHere) {
   EXPECT_EQ(table.count(), 9u);
 }
 
-LaneSegment lanes_of(const Placement& placement, int host,
-                     const LaneShape& shape = kCollectiveLanes) {
+constexpr LaneShape kLanes = collective_lanes(Environment().chunk_bytes);
+
+LaneSegment lanes_of(const Placement& placement, int host, const LaneShape& shape = kLanes) {
   const LaneTable table(placement, host);
   return {SharedSegment::create("lanes", LaneSegment::bytes(table, shape)), table, shape};
 }
@@ -78,7 +81,7 @@ TEST(LaneSegmentTest, SlotsAreAsLongOnAllHosts) {
 TEST(LaneSegmentTest, NoLaneReachesIntoAnother) {
   for (const auto& ranks : {std::vector<int>{3}, {1, 1}, {3, 1, 2}, std::vector<int>(40, 2)}) {
     const Placement placement = make_placement(ranks);
-    for (const LaneShape& shape : {kMessageLanes, kCollectiveLanes}) {
+    for (const LaneShape& shape : {kMessageLanes, kLanes, collective_lanes(4096)}) {
       const LaneTable table(placement, 0);
       const SharedSegment memory = SharedSegment::create("lanes", LaneSegment::bytes(table, shape));
       const LaneSegment lanes(memory, table, shape);
@@ -109,6 +112,14 @@ struct SlotLengths {
   std::size_t between;  // in KiB
   std::size_t inside;
 };
+
+TEST(LaneSegmentTest, SlotsBetweenHostsTakeAChunkUpTo512KiB) {
+  const Placement placement = make_placement({2, 2});
+  for (const auto& [chunk_bytes, slot_bytes] : std::map<std::size_t, std::size_t>{
+           {4096, 4352}, {512 << 10, 544 << 10}, {16 << 20, 544 << 10}}) {
+    EXPECT_EQ(lanes_of(placement, 0, collective_lanes(chunk_bytes)).slot_bytes(), slot_bytes);
+  }
+}
 
 TEST(LaneSegmentTest, SlotsOfManyHostsAreLongEnoughForTheNetwork) {
   for (const SlotLengths& is : {SlotLengths{1, 8, 544, 544},

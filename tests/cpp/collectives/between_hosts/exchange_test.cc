@@ -29,7 +29,7 @@ namespace {
 constexpr std::size_t kLaneBytes = 256;
 // Between ranks of a host one slot takes the parts of all hosts.
 constexpr std::size_t kHostLaneBytes = 640;
-// As kCollectiveLanes has it: a sender hears of every other slot that is free again.
+// As collective_lanes() has it: a sender hears of every other slot that is free again.
 constexpr std::size_t kReleaseEvery = 2;
 
 struct ExchangeShape {

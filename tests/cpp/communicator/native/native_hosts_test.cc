@@ -27,6 +27,9 @@ constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind:
                              OpKind::kBroadcast, OpKind::kReduce,        OpKind::kGather,
                              OpKind::kScatter,   OpKind::kAllToAll};
 
+// What has so many bytes fits a segment.
+constexpr std::size_t kMiddlingChunkBytes = std::size_t{64} << 10;
+
 struct Split {
   HostsOfRanks hosts;
   AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
@@ -76,9 +79,9 @@ TEST_P(NativeHosts, MovesEveryKindAtEverySize) {
   std::uint64_t seed = 1 << 20;
   // In the post, ahead of it, in one segment and in many.
   for (const OpKind kind : kKinds) {
-    for (const std::size_t count : {0, 1, 9, 60, 700, 5000, 70'001, 300'007}) {
+    for (const std::size_t count : {0, 1, 9, 60, 700, 5000, 70'001}) {
       for (const int root : {0, GetParam().size() - 1}) {
-        if (root != 0 && (!has_root(kind) || count > 70'001)) {
+        if (root != 0 && !has_root(kind)) {
           continue;
         }
         Case what =
@@ -88,7 +91,7 @@ TEST_P(NativeHosts, MovesEveryKindAtEverySize) {
       }
     }
   }
-  run(cases, test_environment().chunk_bytes);
+  run(cases, kMiddlingChunkBytes);
 }
 
 TEST_P(NativeHosts, TakesAnyLimitOfOneShots) {
@@ -134,13 +137,13 @@ TEST_P(NativeHosts, ReducesOnTheHeapsOfItsHosts) {
         ++seed;
         cases.push_back(any_case(OpKind::kAllReduce, static_cast<DType>(dtype),
                                  static_cast<ReduceOp>(op), GetParam().size(),
-                                 20'000 + mix(seed) % 5'000, seed));
+                                 5'000 + mix(seed) % 2'000, seed));
       }
     }
   }
   for (const bool is_in_place : {false, true}) {
     cases.push_back(any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum, GetParam().size(),
-                             1'000'003, ++seed));
+                             200'003, ++seed));
     cases.back().is_in_place = is_in_place;
   }
   for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {
@@ -151,9 +154,9 @@ TEST_P(NativeHosts, ReducesOnTheHeapsOfItsHosts) {
   run(cases, kSmallChunkBytes, Placement::kHeap);
 }
 
-// More segments than are under way at a time, also where they travel in half as many bytes.
+// More segments than there are slots, also where they travel in half as many bytes.
 TEST_P(NativeHosts, TakesManySegments) {
-  const auto count = static_cast<std::size_t>(2'300'000 * std::min(GetParam().size(), 3)) + 3;
+  const auto count = static_cast<std::size_t>(40'000 * GetParam().size()) + 3;
   std::vector<Case> cases{any_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kSum,
                                    GetParam().size(), count, 6 << 20)};
   for (const DType wire : {DType::kBFloat16, DType::kFloat16}) {

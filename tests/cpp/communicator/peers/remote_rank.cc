@@ -36,7 +36,7 @@ RemoteGround::RemoteGround(int rank, bool connects)
     return LaneSegment(SharedSegment::create(name, LaneSegment::bytes(table, shape)), table, shape);
   };
   messages_ = make("messages", kMessageLanes);
-  collectives_ = make("collectives", kCollectiveLanes);
+  collectives_ = make("collectives", collective_lanes(Environment().chunk_bytes));
   for (int each = 0; each < kRemoteSize; ++each) {
     segment_.reserve_control(each);
     messages_.reserve_counters(each);
