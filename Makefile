@@ -43,7 +43,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 # Sources, as the rules below need them; CMake itself lists what it compiles.
-CPP := $(sort $(shell find csrc tests/cpp tests/fake_cuda tests/fakes -name '*.cc' -o -name '*.cu' -o -name '*.h'))
+CPP := $(sort $(shell find csrc tests/cpp tests/fake_cuda tests/fakes bench -name '*.cc' -o -name '*.cu' -o -name '*.h'))
 CMAKE := CMakeLists.txt csrc/CMakeLists.txt tests/cpp/CMakeLists.txt tests/fake_cuda/CMakeLists.txt \
          tests/fakes/CMakeLists.txt \
          $(wildcard third_party/cmake/*.cmake) pydist/_build.py.in pyproject.toml

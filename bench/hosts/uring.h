@@ -38,7 +38,8 @@ static inline int uring_open(Uring* ring) {
     return -1;
   }
   const size_t of_requests = params.sq_off.array + params.sq_entries * sizeof(unsigned);
-  const size_t of_completions = params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe);
+  const size_t of_completions =
+      params.cq_off.cqes + params.cq_entries * sizeof(struct io_uring_cqe);
   const int access = PROT_READ | PROT_WRITE;
   char* rings = mmap(NULL, of_requests > of_completions ? of_requests : of_completions, access,
                      MAP_SHARED | MAP_POPULATE, ring->fd, IORING_OFF_SQ_RING);

@@ -40,9 +40,9 @@ from pydist.planning.costs import Costs
 INLINE_BYTES = 256
 # Of an announcement without data.
 ANNOUNCEMENT_BYTES = 64
-# Of the lanes of a host (collective_lanes() in csrc/transport/lane_segment.h): bytes of all together,
-# slots of each, bytes of a slot at least, and with chunks as they are by default, and the share of one that a part fills (Cut
-# in csrc/collectives/between_hosts/segments.h).
+# Of the lanes of a host (collective_lanes() in csrc/transport/lane_segment.h): bytes of all
+# together, slots of each, bytes of a slot at least and, with chunks as they are by default, at
+# most, and the share of one that a part fills (Cut in csrc/collectives/between_hosts/segments.h).
 _LANES_BYTES = 4 << 30
 _SLOTS = 8
 _LEAST_SLOT_BYTES = 4 << 10

@@ -119,28 +119,6 @@ std::string fault_in_dtypes(const PydistCudaReduce& reduce) {
   return {};
 }
 
-// Partial results of many inputs wait in the output.
-std::string fault_in_many_inputs(const PydistCudaReduce& reduce) {
-  if (reduce.input_count <= kPydistCudaInputsPerLaunch) {
-    return {};
-  }
-  if (is_16_bit_float(reduce.output_dtype) || reduce.wire_dtype != DType::kFloat32) {
-    return join(
-        reduce.input_count, " inputs take several launches, between which a ",
-        to_string(is_16_bit_float(reduce.output_dtype) ? reduce.output_dtype : reduce.wire_dtype),
-        " result would be rounded: give at most ", kPydistCudaInputsPerLaunch,
-        " inputs, or reduce into float32 first");
-  }
-  for (std::uint32_t i = 1; i < reduce.input_count; ++i) {
-    if (reduce.inputs[i] == reduce.output) {
-      return join("the output is also input ", i, " of ", reduce.input_count, ", and more than ",
-                  kPydistCudaInputsPerLaunch,
-                  " inputs allow that for the first alone: give another output");
-    }
-  }
-  return {};
-}
-
 std::string fault_in_buffers(const PydistCudaReduce& reduce) {
   for (std::uint32_t i = 0; i < reduce.input_count; ++i) {
     std::string fault = fault_in_buffer(join("input ", i), reduce.inputs[i], reduce.count,
@@ -241,8 +219,10 @@ std::string fault_in(const PydistCudaReduce& reduce) {
   if (static_cast<int>(reduce.op) >= kReduceOpCount) {
     return join("the op ", static_cast<int>(reduce.op), " is not known");
   }
-  if (reduce.input_count == 0 || reduce.inputs == nullptr || reduce.input_dtypes == nullptr) {
-    return join("needs at least one input, with its dtype; got ", reduce.input_count,
+  static_assert(kPydistCudaMostInputs == 2);
+  if (reduce.input_count == 0 || reduce.input_count > kPydistCudaMostInputs ||
+      reduce.inputs == nullptr || reduce.input_dtypes == nullptr) {
+    return join("takes one or two inputs, each with its dtype; got ", reduce.input_count,
                 reduce.inputs == nullptr ? ", no table of inputs" : "",
                 reduce.input_dtypes == nullptr ? ", no table of dtypes" : "");
   }
@@ -250,9 +230,9 @@ std::string fault_in(const PydistCudaReduce& reduce) {
     return join("premul_sum needs one factor for each of ", reduce.input_count,
                 " inputs, and has none");
   }
-  return first_of(
-      [&] { return fault_in_count(reduce.count); }, [&] { return fault_in_dtypes(reduce); },
-      [&] { return fault_in_many_inputs(reduce); }, [&] { return fault_in_buffers(reduce); });
+  return first_of([&] { return fault_in_count(reduce.count); },
+                  [&] { return fault_in_dtypes(reduce); },
+                  [&] { return fault_in_buffers(reduce); });
 }
 
 std::string fault_in(const PydistCudaConvert& convert) {

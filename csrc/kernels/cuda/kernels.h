@@ -58,18 +58,15 @@ int pydist_cuda_load_kernels();
 
 // ---- reductions ---------------------------------------------------------------------------
 
-// The most inputs of one launch; a call with more becomes several launches.
-inline constexpr std::uint32_t kPydistCudaInputsPerLaunch = 64;
+// A result of NCCL, or a step of the ring: what has come, and what this rank has.
+inline constexpr std::uint32_t kPydistCudaMostInputs = 2;
 
-// output[i] = op(inputs[0][i], inputs[1][i], ...) for i in [0, count), in the order of `inputs`.
+// output[i] = op(inputs[0][i], inputs[1][i]) for i in [0, count), or op(inputs[0][i]).
 //
 // The bits are those of cpu/reduce.h: 16-bit types accumulate in float32 and are rounded once, a
 // mean is divided once before that, NaN is canonical. Either all inputs and the output have one
 // dtype, any for which is_supported(op, dtype); or they are any mixture of float32, float16 and
 // bfloat16, accumulated in float32, for every op of floating point.
-//
-// With more than kPydistCudaInputsPerLaunch inputs partial results wait in the output: it must be
-// as wide as the accumulator (so not a 16-bit type) and may be the same as the first input only.
 struct PydistCudaReduce {
   const void* const* inputs;          // on the host: input_count pointers to the device
   const pydist::DType* input_dtypes;  // on the host: one for each input

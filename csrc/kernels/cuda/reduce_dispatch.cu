@@ -84,8 +84,7 @@ Combination combination_of(ReduceOp op, DType dtype) {
 
 bool is_signed(DType dtype) { return dtype >= DType::kInt8 && dtype <= DType::kInt64; }
 
-// At most kPydistCudaInputsPerLaunch inputs.
-int launch_once(const PydistCudaReduce& reduce, void* stream) {
+int launch(const PydistCudaReduce& reduce, void* stream) {
   ReduceParams params = {};
   for (std::uint32_t i = 0; i < reduce.input_count; ++i) {
     params.inputs[i] = reduce.inputs[i];
@@ -122,40 +121,6 @@ int launch_once(const PydistCudaReduce& reduce, void* stream) {
   return kReduceKernel<Mixed>.launch(params, stream);
 }
 
-// The first inputs into the output, then the output with the next ones, and so on. The division
-// comes with the last.
-int launch_in_turns(const PydistCudaReduce& reduce, void* stream) {
-  const void* inputs[kPydistCudaInputsPerLaunch];
-  DType dtypes[kPydistCudaInputsPerLaunch];
-  double factors[kPydistCudaInputsPerLaunch];
-  for (std::uint32_t done = 0; done < reduce.input_count;) {
-    std::uint32_t now = 0;
-    if (done > 0) {
-      inputs[0] = reduce.output;
-      dtypes[0] = reduce.output_dtype;
-      factors[0] = 1.0;
-      now = 1;
-    }
-    for (; now < kPydistCudaInputsPerLaunch && done < reduce.input_count; ++now, ++done) {
-      inputs[now] = reduce.inputs[done];
-      dtypes[now] = reduce.input_dtypes[done];
-      factors[now] = reduce.factors != nullptr ? reduce.factors[done] : 1.0;
-    }
-    PydistCudaReduce part = reduce;
-    part.inputs = inputs;
-    part.input_dtypes = dtypes;
-    part.factors = factors;
-    part.input_count = now;
-    if (reduce.op == ReduceOp::kMean && done < reduce.input_count) {
-      part.op = ReduceOp::kSum;
-    }
-    if (const int error = launch_once(part, stream); error != 0) {
-      return error;
-    }
-  }
-  return 0;
-}
-
 }  // namespace
 
 int load_reduce_kernels() {
@@ -183,6 +148,5 @@ int pydist_cuda_reduce(const PydistCudaReduce* reduce, void* stream) {
   if (reduce->count == 0) {
     return 0;
   }
-  return reduce->input_count <= kPydistCudaInputsPerLaunch ? cuda::launch_once(*reduce, stream)
-                                                           : cuda::launch_in_turns(*reduce, stream);
+  return cuda::launch(*reduce, stream);
 }

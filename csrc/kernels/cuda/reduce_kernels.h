@@ -1,10 +1,11 @@
-// The reduction kernels: n inputs into one output. One kernel for each format; the operation is
-// chosen when it runs, which costs nothing beside the memory, and keeps the library small.
+// The reduction kernels: one or two inputs into one output. One kernel for each format; the
+// operation is chosen when it runs, which costs nothing beside the memory, and keeps the library
+// small.
 //
 // A unit is 16 bytes where all buffers are aligned alike, and one element before and behind those,
-// or everywhere if they are not. A thread takes several units at a time, and loads them from an
-// input while it still combines those of the input before, so that loads are always in flight. It
-// writes none of them before it has read all, so the output may be an input.
+// or everywhere if they are not. A thread takes several units at a time, and loads them from both
+// inputs before it combines them, so that many loads are in flight. It writes none of them before
+// it has read all, so the output may be an input.
 
 #pragma once
 
@@ -32,10 +33,10 @@ struct Stretch {
 enum class Combination : std::uint8_t { kSum, kProduct, kMinimum, kMaximum, kAnd, kOr, kXor };
 
 struct ReduceParams {
-  const void* inputs[kPydistCudaInputsPerLaunch];
-  double factors[kPydistCudaInputsPerLaunch];
-  float factors_32[kPydistCudaInputsPerLaunch];
-  DType dtypes[kPydistCudaInputsPerLaunch];  // mixed only
+  const void* inputs[kPydistCudaMostInputs];
+  double factors[kPydistCudaMostInputs];
+  float factors_32[kPydistCudaMostInputs];
+  DType dtypes[kPydistCudaMostInputs];  // mixed only
   void* output;
   Stretch aligned;   // of 16 bytes
   Stretch edges[2];  // of one element
@@ -264,27 +265,19 @@ struct Reduction {
   template <typename Unit, int kCount>
   static PYDIST_DEVICE void fold(const ReduceParams& params, std::uint64_t element) {
     using Value = typename Unit::Value;
-    typename Unit::Loaded loaded[kCount];
-    typename Unit::Loaded ahead[kCount];
+    typename Unit::Loaded first[kCount];
+    typename Unit::Loaded second[kCount];
     Value sum[kCount][Unit::kValues];
-    Unit::load(params, 0, element, loaded);
-    if (params.input_count > 1) {
-      Unit::load(params, 1, element, ahead);
+    Unit::load(params, 0, element, first);
+    if (params.input_count == 2) {
+      Unit::load(params, 1, element, second);
     }
-    Unit::unpack(params, 0, loaded, sum);
+    Unit::unpack(params, 0, first, sum);
     weigh(params, 0, sum);
-    PYDIST_NO_UNROLL
-    for (std::uint32_t i = 1; i < params.input_count; ++i) {
-      PYDIST_UNROLL
-      for (int k = 0; k < kCount; ++k) {
-        loaded[k] = ahead[k];
-      }
-      if (i + 1 < params.input_count) {
-        Unit::load(params, i + 1, element, ahead);
-      }
+    if (params.input_count == 2) {
       Value values[kCount][Unit::kValues];
-      Unit::unpack(params, i, loaded, values);
-      weigh(params, i, values);
+      Unit::unpack(params, 1, second, values);
+      weigh(params, 1, values);
       combine(params, sum, values);
     }
     divide(params, sum);

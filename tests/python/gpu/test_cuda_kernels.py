@@ -83,16 +83,16 @@ def random(dtype: torch.dtype, count: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("count", [1, 1000, 300_007])
 def test_sums_and_means(device: str, dtype: torch.dtype, count: int) -> None:
-    inputs = [random(dtype, count, seed) for seed in range(3)]
+    inputs = [random(dtype, count, seed) for seed in range(2)]
     exact = torch.stack([tensor.double() for tensor in inputs]).sum(0)
-    for skews in ((0,), (1,), (1, 0, 2)):
+    for skews in ((0,), (1,), (1, 0)):
         for op, divisor in (("sum", 1.0), ("mean", 3.0)):
 
             def reduce(
                 library: CudaLibrary, tensors: list[Tensor], op: str = op, divisor: float = divisor
             ) -> list[Tensor]:
-                library.reduce(tensors, tensors[2], op, divisor=divisor)
-                return [tensors[2]]
+                library.reduce(tensors, tensors[1], op, divisor=divisor)
+                return [tensors[1]]
 
             (result,) = on(device, reduce, inputs, skews)
             torch.testing.assert_close(
@@ -487,5 +487,5 @@ def test_the_benchmark_calls_every_kernel(monkeypatch: pytest.MonkeyPatch) -> No
     for name, make in cuda_kernels.cases(library, 16 << 10, "cpu"):
         work, moved = make()
         work()
-        assert moved >= 16 << 10, name
+        assert moved >= 3 * (4 << 10), name  # at least three arrays of int8
     assert called == {"reduce", "convert", "adam", "sgd"}
