@@ -84,7 +84,7 @@ Combination combination_of(ReduceOp op, DType dtype) {
 
 bool is_signed(DType dtype) { return dtype >= DType::kInt8 && dtype <= DType::kInt64; }
 
-int launch(const PydistCudaReduce& reduce, void* stream) {
+int launch_reduce(const PydistCudaReduce& reduce, void* stream) {
   ReduceParams params = {};
   for (std::uint32_t i = 0; i < reduce.input_count; ++i) {
     params.inputs[i] = reduce.inputs[i];
@@ -148,5 +148,5 @@ int pydist_cuda_reduce(const PydistCudaReduce* reduce, void* stream) {
   if (reduce->count == 0) {
     return 0;
   }
-  return cuda::launch(*reduce, stream);
+  return cuda::launch_reduce(*reduce, stream);
 }
