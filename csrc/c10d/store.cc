@@ -49,7 +49,7 @@ class Pause {
 
   void sleep_until(Deadline deadline) {
     std::this_thread::sleep_for(deadline.remaining(length_));
-    length_ = std::min(length_ * 2, longest_);
+    length_ = std::min(length_ * 3 / 2, longest_);
   }
 
  private:

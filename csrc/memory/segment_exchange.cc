@@ -24,8 +24,8 @@ namespace {
 // [Neighbours].
 constexpr std::size_t kMaxMessageBytes = 512;
 // Who gets no answer asks again: soon at first.
-constexpr std::chrono::milliseconds kAskAgainFirst{1};
-constexpr std::chrono::milliseconds kAskAgain{20};
+constexpr std::chrono::microseconds kAskAgainFirst{200};
+constexpr std::chrono::microseconds kAskAgain{20'000};
 // How long a connection may stay open without an answer: a process that was forked meanwhile from
 // the server's may hold it.
 constexpr std::chrono::seconds kAnswerPatience{1};
@@ -249,26 +249,64 @@ FileDescriptor connect_to(const std::string& address) {
 
 }  // namespace
 
-FetchedSegment fetch_segment(const std::string& address, const std::string& key,
-                             const JobSecret& secret, Deadline deadline,
-                             const std::function<void()>& check_hope) {
-  const std::string nonce = random_token();
+SegmentRequest::SegmentRequest(std::string address, std::string key, const JobSecret& secret)
+    : address_(std::move(address)), key_(std::move(key)), secret_(secret), nonce_(random_token()) {
+  try {
+    ask();
+  } catch (const TransportError&) {
+    // await() asks again, and knows more of why.
+  }
+}
+
+void SegmentRequest::ask() {
   const std::string request =
-      join(nonce, " ", key, " ", secret.sign(signed_text("request", address, nonce, key)));
+      join(nonce_, " ", key_, " ", secret_.sign(signed_text("request", address_, nonce_, key_)));
   PYDIST_CHECK(request.size() <= kMaxMessageBytes);
-  const std::string expected = signed_text("answer", address, nonce, key);
+  FileDescriptor connection = connect_to(address_);
+  if (connection && send(connection.get(), request, -1)) {
+    connection_ = std::move(connection);
+  }
+}
+
+FetchedSegment SegmentRequest::hear(const std::function<void()>& require_hope) {
+  const Deadline patience = Deadline::in(kAnswerPatience);
+  while (!patience.has_passed()) {
+    pollfd readable{connection_.get(), POLLIN, 0};
+    ::poll(&readable, 1, static_cast<int>(kAskAgain / std::chrono::milliseconds(1)));
+    Message answer;
+    const Arrival arrival = receive(connection_.get(), Descriptors::kOne, answer);
+    if (arrival == Arrival::kMessage &&
+        secret_.has_signed(signed_text("answer", address_, nonce_, key_), answer.text)) {
+      if (answer.lacks_fd) {
+        throw system_error("Cannot receive the descriptor of the shared segment '" + key_ + "'",
+                           EMFILE);
+      }
+      if (answer.fd) {
+        return {std::move(answer.fd), peer_of(connection_.get()).pid};
+      }
+    }
+    if (arrival == Arrival::kEnd) {
+      break;
+    }
+    require_hope();
+  }
+  return {};
+}
+
+FetchedSegment SegmentRequest::await(Deadline deadline, const std::function<void()>& check_hope) {
   const auto require_hope = [&] {
     if (check_hope) {
       check_hope();
     }
     if (deadline.has_passed()) {
-      throw Timeout("A peer did not hand over the shared segment '" + key + "' in time.");
+      throw Timeout("A peer did not hand over the shared segment '" + key_ + "' in time.");
     }
   };
   for (auto pause = kAskAgainFirst;; pause = std::min(2 * pause, kAskAgain)) {
-    FileDescriptor connection;
     try {
-      connection = connect_to(address);
+      if (!connection_) {
+        ask();
+      }
     } catch (const TransportError&) {
       const Deadline seen = Deadline::in(kDeathPatience);
       while (check_hope && !seen.has_passed()) {
@@ -277,24 +315,11 @@ FetchedSegment fetch_segment(const std::string& address, const std::string& key,
       }
       throw;
     }
-    const Deadline ask_again = Deadline::in(kAnswerPatience);
-    bool is_open = connection && send(connection.get(), request, -1);
-    while (is_open && !ask_again.has_passed()) {
-      pollfd readable{connection.get(), POLLIN, 0};
-      ::poll(&readable, 1, static_cast<int>(kAskAgain.count()));
-      Message answer;
-      const Arrival arrival = receive(connection.get(), Descriptors::kOne, answer);
-      if (arrival == Arrival::kMessage && secret.has_signed(expected, answer.text)) {
-        if (answer.lacks_fd) {
-          throw system_error("Cannot receive the descriptor of the shared segment '" + key + "'",
-                             EMFILE);
-        }
-        if (answer.fd) {
-          return {std::move(answer.fd), peer_of(connection.get()).pid};
-        }
+    if (connection_) {
+      if (FetchedSegment fetched = hear(require_hope); fetched.fd) {
+        return fetched;
       }
-      is_open = arrival != Arrival::kEnd;
-      require_hope();
+      connection_ = FileDescriptor();
     }
     require_hope();
     std::this_thread::sleep_for(deadline.remaining(pause));

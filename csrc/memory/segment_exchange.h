@@ -96,12 +96,35 @@ struct FetchedSegment {
   pid_t server_pid = 0;  // that listens; 0 where it is invisible from here
 };
 
-// Asks the server at `address` for `key`, which is offered to those who know `secret`. Throws
-// TransportError at once where no such server is reachable from here, or this process can have no
-// more descriptors; Timeout when the deadline passes before an answer comes. `check_hope`, where
-// given, is called every 20 ms or so, and throws to end the wait.
-[[nodiscard]] FetchedSegment fetch_segment(const std::string& address, const std::string& key,
-                                           const JobSecret& secret, Deadline deadline,
-                                           const std::function<void()>& check_hope = nullptr);
+// Asks the server at `address` for `key`, which is offered to those who know `secret`, as soon as
+// it is made: whoever needs several segments asks for all of them before it awaits the first.
+class SegmentRequest {
+ public:
+  SegmentRequest(std::string address, std::string key, const JobSecret& secret);
+
+  // To call once. Throws TransportError at once where no such server is reachable from here, or
+  // this process can have no more descriptors; Timeout when the deadline passes before an answer
+  // comes. `check_hope`, where given, is called every 20 ms or so, and throws to end the wait.
+  [[nodiscard]] FetchedSegment await(Deadline deadline,
+                                     const std::function<void()>& check_hope = nullptr);
+
+ private:
+  // Throws TransportError.
+  void ask();
+  // What comes before the connection ends, or has been open without an answer for too long.
+  [[nodiscard]] FetchedSegment hear(const std::function<void()>& require_hope);
+
+  std::string address_;
+  std::string key_;
+  JobSecret secret_;
+  std::string nonce_;
+  FileDescriptor connection_;  // with the request in it; none: it has to be asked again
+};
+
+[[nodiscard]] inline FetchedSegment fetch_segment(
+    const std::string& address, const std::string& key, const JobSecret& secret, Deadline deadline,
+    const std::function<void()>& check_hope = nullptr) {
+  return SegmentRequest(address, key, secret).await(deadline, check_hope);
+}
 
 }  // namespace pydist

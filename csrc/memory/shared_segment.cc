@@ -20,6 +20,10 @@ namespace pydist {
 
 namespace {
 
+// Whether there is room is a matter of a dozen files. What takes less than this is small beside
+// what has to stay free anyway (check_memory_room()), and a group takes several such ranges.
+constexpr std::size_t kLookedFor = std::size_t{1} << 20;
+
 FileDescriptor create_file(const std::string& label) {
   FileDescriptor fd(::memfd_create(("pydist:" + label).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) {
@@ -159,7 +163,9 @@ void SharedSegment::reserve(std::size_t offset, std::size_t length,
   if (length == 0) {
     return;
   }
-  check_memory_room(length, purpose);
+  if (length >= kLookedFor) {
+    check_memory_room(length, purpose);
+  }
   int code = 0;
   do {
     code = ::posix_fallocate(fd(), static_cast<off_t>(mapping_->offset() + offset),

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <deque>
 #include <exception>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -400,9 +402,10 @@ class Meeting {
           roster_of_host(store_, introduction_topic(options_.name), roster_, own_host(), deadline_);
     });
     PYDIST_CHECK(host_roster_.cards.size() == placement().ranks_on(own_host()).size());
+    MemoryRequests asked = ask_for_memory(trust);
     meet_peers(trust);
     if (rank_ != leader()) {
-      fetch_memory(trust);
+      fetch_memory(asked);
     }
     memory_.reserve(rank_, placement());
     if (spans_hosts) {
@@ -410,17 +413,42 @@ class Meeting {
     }
   }
 
+  // Note [Asking ahead]
+  // What a rank needs of others takes a turn of a thread of theirs each time, which on a busy host
+  // is long in coming. So it asks for all of it before it waits for any: for the group's memory,
+  // and for what it takes to meet the next few peers.
+  using MemoryRequests = std::map<std::string, SegmentRequest>;
+  [[nodiscard]] MemoryRequests ask_for_memory(const Trust& trust) const {
+    MemoryRequests asked;
+    if (rank_ != leader()) {
+      for (const std::string name : GroupMemory::names(placement())) {
+        asked.emplace(name,
+                      SegmentRequest(card_of(leader()).address, trust.token + name, trust.secret));
+      }
+    }
+    return asked;
+  }
+
   void meet_peers(const Trust& trust) {
+    constexpr int kAskedAhead = 16;  // each takes two descriptors until it is met
     Endpoint& endpoint = *membership_.endpoint;
+    std::deque<std::optional<PeerRequest>> asked;  // from `peer` on
     for (int peer = 0; peer < size_; ++peer) {
+      while (asked.size() < kAskedAhead && peer + static_cast<int>(asked.size()) < size_) {
+        const int next = peer + static_cast<int>(asked.size());
+        asked.push_back(placement().share_host(next, rank_) ? endpoint.ask(card_of(next), trust)
+                                                            : std::nullopt);
+      }
       const auto place = static_cast<std::size_t>(peer);
       with(peer, [&] {
         membership_.peers.push_back(
             placement().share_host(peer, rank_)
-                ? endpoint.meet(card_of(peer), trust, deadline_, [this, peer] { check_hope(peer); })
+                ? endpoint.meet(card_of(peer), std::move(asked.front()), deadline_,
+                                [this, peer] { check_hope(peer); })
                 : endpoint.meet_over_network(roster_.ranks[place], network_roster_.cards[place],
                                              trust));
       });
+      asked.pop_front();
       processes_[place].local_pid = membership_.peers.back()->local_pid;
     }
     for (const Card& card : host_roster_.cards) {
@@ -428,15 +456,11 @@ class Meeting {
     }
   }
 
-  void fetch_memory(const Trust& trust) {
+  void fetch_memory(MemoryRequests& asked) {
     const int first = leader();
-    const Card& card = card_of(first);
     memory_.fetch(placement(), own_host(), [&](const char* name) {
       return with(first, [&] {
-        return std::move(
-            fetch_segment(card.address, trust.token + name, trust.secret, deadline_, [this, first] {
-              check_hope(first);
-            }).fd);
+        return std::move(asked.at(name).await(deadline_, [this, first] { check_hope(first); }).fd);
       });
     });
   }

@@ -345,19 +345,30 @@ std::vector<SegmentOffer> Endpoint::receive(const Trust& trust) {
   return offers;
 }
 
-PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
+PeerPtr Endpoint::known_peer(const Card& card) {
+  const std::lock_guard lock(mutex_);
+  const auto known = peers_.find(card.address);
+  return known == peers_.end() ? nullptr : known->second;
+}
+
+std::optional<PeerRequest> Endpoint::ask(const Card& card, const Trust& trust) {
+  if (known_peer(card) || server().address() == card.address) {
+    return std::nullopt;
+  }
+  return PeerRequest{{card.address, page_key(trust.token, card.address), trust.secret},
+                     {card.address, doorbell_key(trust.token, card.address), trust.secret}};
+}
+
+PeerPtr Endpoint::meet(const Card& card, std::optional<PeerRequest> asked, Deadline deadline,
                        const CheckHope& check_hope) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (const auto known = peers_.find(card.address); known != peers_.end()) {
-      return known->second;
-    }
+  if (PeerPtr known = known_peer(card)) {
+    return known;
   }
   auto peer = std::make_shared<Peer>();
   peer->description = name_of_process(card.pid, card.host_name);
   peer->host = card.host_name;
   peer->pid = card.pid;
-  if (server().address() == card.address) {
+  if (!asked) {
     peer->page_segment = page_segment_;
     peer->doorbell_segment = doorbell_segment_;
     peer->page = page_;
@@ -365,8 +376,8 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
     peer->local_pid = ::getpid();
   } else {
     const Stranger stranger(card);
-    const auto fetch = [&](const std::string& key) {
-      return fetch_segment(card.address, key, trust.secret, deadline, [&] {
+    const auto await = [&](SegmentRequest& request) {
+      return request.await(deadline, [&] {
         if (stranger.is_gone()) {
           throw PeerLost(peer->description + " died before this process could meet it.",
                          Blame{.host = peer->host, .pid = peer->pid, .cause = "has died"});
@@ -376,13 +387,13 @@ PeerPtr Endpoint::meet(const Card& card, const Trust& trust, Deadline deadline,
         }
       });
     };
-    FetchedSegment fetched = fetch(page_key(trust.token, card.address));
+    FetchedSegment fetched = await(asked->page);
     peer->page_segment =
         SharedSegment::map(std::move(fetched.fd), page_segment_.bytes(), Access::kRead);
     peer->page = reinterpret_cast<const ProcessPage*>(peer->page_segment.data());
     peer->local_pid = fetched.server_pid;
-    peer->doorbell_segment = SharedSegment::map(fetch(doorbell_key(trust.token, card.address)).fd,
-                                                doorbell_segment_.bytes());
+    peer->doorbell_segment =
+        SharedSegment::map(await(asked->doorbell).fd, doorbell_segment_.bytes());
     peer->doorbell = reinterpret_cast<Doorbell*>(peer->doorbell_segment.data());
     const auto report = [peer = peer.get(), deaths = deaths_, doorbell = &doorbell()] {
       peer->is_dead.store(true, std::memory_order_release);

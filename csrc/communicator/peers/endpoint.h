@@ -97,6 +97,12 @@ struct Peer {
 };
 using PeerPtr = std::shared_ptr<Peer>;
 
+// What a process of this host has been asked for, ahead of meeting it.
+struct PeerRequest {
+  SegmentRequest page;
+  SegmentRequest doorbell;
+};
+
 class RemoteRanks;
 
 class Endpoint {
@@ -134,11 +140,19 @@ class Endpoint {
   // Lets those who share `trust` meet this process, as long as the result lives.
   [[nodiscard]] std::vector<SegmentOffer> receive(const Trust& trust);
 
+  // Asks the process that shows `card` for what it takes to meet it. Nothing where it has been met,
+  // or is this one.
+  [[nodiscard]] std::optional<PeerRequest> ask(const Card& card, const Trust& trust);
   // Meets the process that shows `card`, and receives whoever shares `trust`: proves that both are
   // on one host, maps its page and its doorbell and watches over its life. The same process is met
-  // once. Throws TransportError where they are not on one host, and PeerLost where it has died.
-  [[nodiscard]] PeerPtr meet(const Card& card, const Trust& trust, Deadline deadline,
+  // once. `asked`: what ask() has returned. Throws TransportError where they are not on one host,
+  // and PeerLost where it has died.
+  [[nodiscard]] PeerPtr meet(const Card& card, std::optional<PeerRequest> asked, Deadline deadline,
                              const CheckHope& check_hope = nullptr);
+  [[nodiscard]] PeerPtr meet(const Card& card, const Trust& trust, Deadline deadline,
+                             const CheckHope& check_hope = nullptr) {
+    return meet(card, ask(card, trust), deadline, check_hope);
+  }
 
   // What this process is on the network, made at the first call. `address`: by which it reaches its
   // job, for that call. Throws what TcpNode does.
@@ -167,6 +181,9 @@ class Endpoint {
  private:
   // Lets go of what keep_serving() keeps and nobody needs any more.
   void end_served();
+
+  // Null where it has not been met.
+  [[nodiscard]] PeerPtr known_peer(const Card& card);
 
   friend class EndpointUse;
   class ProcessFrames;

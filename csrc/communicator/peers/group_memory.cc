@@ -38,6 +38,14 @@ std::vector<SegmentOffer> GroupMemory::offer(SegmentServer& server, const std::s
   return offers;
 }
 
+std::vector<const char*> GroupMemory::names(const Placement& placement) {
+  std::vector<const char*> all{kGroup, kMessages, kHeap};
+  if (placement.spans_hosts()) {
+    all.push_back(kCollectives);
+  }
+  return all;
+}
+
 void GroupMemory::fetch(const Placement& placement, int host,
                         const std::function<FileDescriptor(const char* name)>& fetch) {
   lanes_ = LaneTable(placement, host);

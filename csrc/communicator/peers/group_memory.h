@@ -28,6 +28,8 @@ class GroupMemory {
   // Lets the other ranks of the host fetch it, as long as the offers live.
   [[nodiscard]] std::vector<SegmentOffer> offer(SegmentServer& server, const std::string& token,
                                                 const JobSecret& secret) const;
+  // The names of what there is to fetch.
+  [[nodiscard]] static std::vector<const char*> names(const Placement& placement);
   // Gets what another rank of the host offers; `fetch` gets one segment by its name.
   void fetch(const Placement& placement, int host,
              const std::function<FileDescriptor(const char* name)>& fetch);

@@ -169,6 +169,7 @@ def _await_server(
     deadline_s = time.monotonic() + timeout.total_seconds()
     place = (rendezvous.address, rendezvous.port)
     problem = ""
+    pause_s = 0.001
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             with socket.create_connection(place, min(left_s, 1.0)) as probe:
@@ -179,7 +180,8 @@ def _await_server(
             problem = str(error)
             if check_host is not None:
                 check_host(None)
-            time.sleep(min(left_s, 0.05))
+            time.sleep(min(left_s, pause_s))
+            pause_s = min(1.5 * pause_s, 0.05)
         else:
             return
     raise TransportError(

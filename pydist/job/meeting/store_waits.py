@@ -61,7 +61,7 @@ def wait_until(
             look()
             look_s = now_s + _LOOK_S
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.01)
+        pause_s = min(1.5 * pause_s, 0.01)
     return True
 
 
