@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydist import _native
-from pydist.config.hints import in_words, matches
+from pydist.config.hints import holds_nan, in_words, matches
 from pydist.errors import InvalidUsage
 
 ENGINE = "engine"
@@ -64,6 +64,8 @@ class Field:
             raise InvalidUsage(
                 f"{source}: {self.key} is {value!r}; it must be {in_words(self.hint)}"
             )
+        if holds_nan(value):
+            raise InvalidUsage(f"{source}: {self.key} is {value!r}; nan is no setting of anything")
         if self.is_more_than_0 and isinstance(value, (int, float)) and not value > 0:
             raise InvalidUsage(
                 f"{source}: {self.key} is {value!r}; it must be more than 0, or left out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from typing import Any, Literal, Union
@@ -33,6 +34,15 @@ def matches(value: object, hint: Any) -> bool:
     if hint is float:
         return type(value) in (int, float)
     return value is None if hint is types.NoneType else type(value) is hint
+
+
+def holds_nan(value: Any) -> bool:
+    """Whether a value, as TOML and JSON give it, is nan, or has it somewhere within."""
+    if isinstance(value, dict):
+        return any(map(holds_nan, value.values()))
+    if isinstance(value, list):
+        return any(map(holds_nan, value))
+    return isinstance(value, float) and math.isnan(value)
 
 
 def as_in_a_file(value: Any, within: tuple[int, ...] = ()) -> Any:

@@ -1,6 +1,7 @@
 """What a configuration takes, from where, and what it refuses."""
 
 import json
+import math
 import os
 import pickle
 import re
@@ -80,6 +81,8 @@ def test_what_is_written_over_a_file_keeps_the_rest_of_it(tmp_path: Path) -> Non
         ({"training": {"batch_size": 2.5}}, "2.5; it must be a whole number or None"),
         ({"training": {"accumulation_steps": 0}}, "is 0; it must be more than 0, or left out"),
         ({"training": {"clip_grad_norm": -1}}, "is -1; it must be more than 0, or left out"),
+        ({"training": {"clip_grad_norm": math.nan}}, "clip_grad_norm is nan; nan is no setting"),
+        ({"optimizer": {"params": {"betas": (0.9, math.nan)}}}, "optimizer.params is {'betas': ["),
         ({"engine": {"timeout": -1}}, "engine.timeout='-1' is not valid"),
         ({"engine": {"timeout": 1e-7}}, "seconds, 0.001 or more"),
         ({"engine": {"timeout": True}}, "engine.timeout is True; it must be a number or text"),
