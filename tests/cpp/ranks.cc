@@ -110,7 +110,7 @@ std::vector<std::exception_ptr> run_all(int size, const RankFunction& function,
 
 Environment test_environment() {
   Environment environment;
-  environment.timeout = std::chrono::seconds(30);
+  environment.timeout = test_limit() / 2;
   return environment;
 }
 

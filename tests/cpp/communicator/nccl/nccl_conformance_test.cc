@@ -167,10 +167,10 @@ TEST_P(NcclConformance, CutsLargeBuffersIntoPieces) {
     GTEST_SKIP() << "cut as for three ranks";
   }
   std::vector<Case> cases;
-  constexpr std::size_t kLarge = (std::size_t{16} << 20) / 4 + 1003;
-  cases.push_back(make_case(OpKind::kAllReduce, DType::kFloat32, ReduceOp::kPremulSum, kLarge, 7));
+  constexpr std::size_t kLarge = (std::size_t{16} << 20) / 8 + 1003;
+  cases.push_back(make_case(OpKind::kAllReduce, DType::kFloat64, ReduceOp::kPremulSum, kLarge, 7));
   if (size() == 2) {
-    cases.push_back(make_case(OpKind::kAllToAll, DType::kInt64, ReduceOp::kSum, kLarge / 2, 9));
+    cases.push_back(make_case(OpKind::kAllToAll, DType::kInt64, ReduceOp::kSum, kLarge, 9));
     cases.back().is_in_place = true;
   }
   run(cases);
