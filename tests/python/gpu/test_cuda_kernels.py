@@ -179,19 +179,6 @@ def test_a_ring_step(device: str, wire: torch.dtype) -> None:
         assert torch.equal(result, expected.to(output))
 
 
-def test_many_inputs(device: str) -> None:
-    inputs = [random(torch.float32, 513, seed) for seed in range(150)]
-
-    def reduce(library: CudaLibrary, tensors: list[Tensor]) -> list[Tensor]:
-        result = torch.empty_like(tensors[0])
-        library.reduce(tensors, result, "mean", divisor=150.0)
-        return [result]
-
-    (result,) = on(device, reduce, inputs)
-    exact = torch.stack(inputs).double().mean(0)
-    torch.testing.assert_close(result.double(), exact, rtol=0, atol=1e-5)
-
-
 # ---- segments -----------------------------------------------------------------------------
 
 

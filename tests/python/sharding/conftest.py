@@ -15,12 +15,12 @@ from training import Runner
     scope="module",
     params=everyday("nccl-2", "native-2", thorough=("nccl-3", "native-3", "gloo-2", "gloo-3")),
 )
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+def ranks_on_gpus(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     backend, count = request.param.split("-")
     with Ranks(int(count), ENVIRONMENTS[backend]) as ranks:
         yield ranks
 
 
 @pytest.fixture
-def run(ranks: Ranks) -> Runner:
-    return lambda function, *args: ranks.run(function, *args, timeout=LIMIT_S)
+def run_on_gpus(ranks_on_gpus: Ranks) -> Runner:
+    return lambda function, *args: ranks_on_gpus.run(function, *args, timeout=LIMIT_S)

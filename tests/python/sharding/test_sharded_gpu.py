@@ -59,8 +59,8 @@ def train(stage: int) -> None:
 
 
 @STAGES
-def test_training(run: Runner, stage: int) -> None:
-    run(train, stage)
+def test_training(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(train, stage)
 
 
 def train_on_three() -> None:
@@ -124,8 +124,8 @@ def train_on_streams(stage: int) -> None:
 
 
 @STAGES
-def test_streams(run: Runner, stage: int) -> None:
-    run(train_on_streams, stage)
+def test_streams(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(train_on_streams, stage)
 
 
 def accumulate(stage: int) -> None:
@@ -164,8 +164,8 @@ def accumulate(stage: int) -> None:
 
 
 @STAGES
-def test_accumulation(run: Runner, stage: int) -> None:
-    run(accumulate, stage)
+def test_accumulation(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(accumulate, stage)
 
 
 def clip(stage: int) -> None:
@@ -265,9 +265,9 @@ def scale(stage: int) -> None:
 
 
 @STAGES
-def test_clipping_and_scaling(run: Runner, stage: int) -> None:
-    run(clip, stage)
-    run(scale, stage)
+def test_clipping_and_scaling(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(clip, stage)
+    run_on_gpus(scale, stage)
 
 
 def unfreeze(stage: int) -> None:
@@ -285,8 +285,8 @@ def unfreeze(stage: int) -> None:
 
 
 @STAGES
-def test_freezing_and_unfreezing(run: Runner, stage: int) -> None:
-    run(unfreeze, stage)
+def test_freezing_and_unfreezing(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(unfreeze, stage)
 
 
 def train_in_16_bits(stage: int) -> None:
@@ -330,8 +330,8 @@ def train_in_16_bits(stage: int) -> None:
 
 
 @STAGES
-def test_16_bits(run: Runner, stage: int) -> None:
-    run(train_in_16_bits, stage)
+def test_16_bits(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(train_in_16_bits, stage)
 
 
 class Spread(nn.Module):

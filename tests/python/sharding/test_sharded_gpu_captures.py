@@ -126,8 +126,8 @@ def read_on_streams() -> None:
     synchronize()
 
 
-def test_each_stream_that_reads_waits(run: Runner) -> None:
-    run(read_on_streams)
+def test_each_stream_that_reads_waits(run_on_gpus: Runner) -> None:
+    run_on_gpus(read_on_streams)
 
 
 def step_and_leave() -> None:
@@ -153,8 +153,8 @@ def step_and_leave() -> None:
         pydist.barrier()
 
 
-def test_who_leaves_waits(run: Runner) -> None:
-    run(step_and_leave)
+def test_who_leaves_waits(run_on_gpus: Runner) -> None:
+    run_on_gpus(step_and_leave)
 
 
 def refuse_capture(who: str) -> None:

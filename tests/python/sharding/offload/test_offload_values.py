@@ -36,8 +36,8 @@ def train(stage: int) -> None:
 
 
 @STAGES
-def test_values(run: Runner, stage: int) -> None:
-    run(train, stage)
+def test_values(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(train, stage)
 
 
 def accumulate(stage: int) -> None:
@@ -117,14 +117,14 @@ def scale(stage: int, delayed: bool = False) -> None:
 
 
 @STAGES
-def test_accumulation(run: Runner, stage: int) -> None:
-    run(accumulate, stage)
+def test_accumulation(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(accumulate, stage)
 
 
 @STAGES
-def test_clipping_and_scaling(run: Runner, stage: int) -> None:
-    run(clip, stage)
-    run(scale, stage)
+def test_clipping_and_scaling(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(clip, stage)
+    run_on_gpus(scale, stage)
 
 
 def schedule(stage: int, delayed: bool = False) -> None:
@@ -142,8 +142,8 @@ def schedule(stage: int, delayed: bool = False) -> None:
 
 
 @STAGES
-def test_schedules_groups_and_unfreezing(run: Runner, stage: int) -> None:
-    run(schedule, stage)
+def test_schedules_groups_and_unfreezing(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(schedule, stage)
 
 
 def write_between_steps(stage: int) -> None:
@@ -174,8 +174,8 @@ def write_between_steps(stage: int) -> None:
 
 
 @STAGES
-def test_what_the_program_writes_counts(run: Runner, stage: int) -> None:
-    run(write_between_steps, stage)
+def test_what_the_program_writes_counts(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(write_between_steps, stage)
 
 
 def replace_memory_with_a_delayed_step() -> None:
@@ -194,8 +194,8 @@ def replace_memory_with_a_delayed_step() -> None:
         training.check(f"finished, {dtype}")
 
 
-def test_memory_that_is_replaced_with_a_delayed_step(run: Runner) -> None:
-    run(replace_memory_with_a_delayed_step)
+def test_memory_that_is_replaced_with_a_delayed_step(run_on_gpus: Runner) -> None:
+    run_on_gpus(replace_memory_with_a_delayed_step)
 
 
 def train_without_wrapper() -> None:
@@ -228,8 +228,8 @@ def train_without_wrapper() -> None:
         assert rank < size
 
 
-def test_gradients_of_something_else(run: Runner) -> None:
-    run(train_without_wrapper)
+def test_gradients_of_something_else(run_on_gpus: Runner) -> None:
+    run_on_gpus(train_without_wrapper)
 
 
 def train_one_rank_late(stage: int) -> None:
@@ -247,11 +247,11 @@ def train_one_rank_late(stage: int) -> None:
 
 
 @STAGES
-def test_delayed_steps(run: Runner, stage: int) -> None:
-    run(train_one_rank_late, stage)
-    run(clip, stage, True)
-    run(scale, stage, True)
-    run(schedule, stage, True)
+def test_delayed_steps(run_on_gpus: Runner, stage: int) -> None:
+    run_on_gpus(train_one_rank_late, stage)
+    run_on_gpus(clip, stage, True)
+    run_on_gpus(scale, stage, True)
+    run_on_gpus(schedule, stage, True)
 
 
 def train_all() -> None:
