@@ -23,6 +23,15 @@ class HeapAllocator {
 
   [[nodiscard]] std::size_t free_bytes() const noexcept;
 
+  // Calls `function(offset, bytes)` for each free range, in order; it must not change anything
+  // here.
+  template <typename Function>
+  void for_each_free(const Function& function) const {
+    for (const auto& [offset, bytes] : free_) {
+      function(offset, bytes);
+    }
+  }
+
  private:
   [[nodiscard]] std::size_t rounded(std::size_t bytes) const noexcept;
 

@@ -185,18 +185,24 @@ void SharedSegment::discard(std::size_t offset, std::size_t length) const noexce
 
 void SharedSegment::make_private(std::size_t offset, std::size_t length) const {
   check_memory_room(length, "a copy of shared memory");
+  if (const int code = try_make_private(offset, length); code != 0) {
+    throw system_error(join("Cannot copy ", length, " bytes of shared memory"), code);
+  }
+}
+
+int SharedSegment::try_make_private(std::size_t offset, std::size_t length) const noexcept {
   std::byte* const begin = data_ + offset;
   if (::mmap(begin, length, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, fd(),
              static_cast<off_t>(mapping_->offset() + offset)) == MAP_FAILED) {
-    throw system_error(join("Cannot map ", length, " bytes of shared memory copy-on-write"), errno);
+    return errno;
   }
   // Until a page is written, it shows what others write into the segment.
 #ifdef MADV_POPULATE_WRITE
   if (::madvise(begin, length, MADV_POPULATE_WRITE) == 0) {
-    return;
+    return 0;
   }
   if (errno != EINVAL) {  // of a kernel that does not know it
-    throw system_error(join("Cannot copy ", length, " bytes of shared memory"), errno);
+    return errno;
   }
 #endif
   for (std::size_t page = 0; page < length; page += page_bytes()) {
@@ -206,6 +212,7 @@ void SharedSegment::make_private(std::size_t offset, std::size_t length) const {
     while (!word.compare_exchange_strong(value, value, std::memory_order_relaxed)) {
     }
   }
+  return 0;
 }
 
 void SharedSegment::populate(std::size_t offset, std::size_t length) const noexcept {

@@ -50,6 +50,9 @@ class SharedSegment {
   // Replaces a range of whole pages in this process by a copy of its own, at the same addresses.
   // Other threads may use the memory meanwhile. Throws TransportError where there is no room.
   void make_private(std::size_t offset, std::size_t length) const;
+  // The same for a child that has just been forked: takes no lock, allocates nothing and looks for
+  // no room. Returns 0, or what the system says is wrong.
+  [[nodiscard]] int try_make_private(std::size_t offset, std::size_t length) const noexcept;
 
   // Enters the range into this process's page tables ahead of its first use. A hint.
   void populate(std::size_t offset, std::size_t length) const noexcept;
