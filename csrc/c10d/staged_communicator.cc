@@ -116,13 +116,14 @@ class StagedCommunicator final : public Communicator {
       require_open();
       return std::make_shared<AllocatedMemory>(allocate_on_device(bytes, device), bytes);
     }
-    if (staging_->collectives_under_way != 0) {
-      // Collective as well, so it keeps the order.
-      const auto work = std::make_shared<Work>();
-      post(collectives_, &Staging::collectives_under_way, [work] { work->finish(); });
-      work->wait();
-    }
+    wait_for_queue();
     return host_->allocate(bytes, device);
+  }
+
+  [[nodiscard]] std::shared_ptr<AllocationHeap> share_allocations(
+      std::optional<std::size_t> max_bytes, const std::string& refusal) override {
+    wait_for_queue();
+    return host_->share_allocations(max_bytes, refusal);
   }
 
   [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
@@ -168,6 +169,15 @@ class StagedCommunicator final : public Communicator {
     return is_point_to_point(operation.kind)
                ? operation.kind == OpKind::kSend && staging_->sends_under_way.load() != 0
                : staging_->collectives_under_way.load() != 0;
+  }
+
+  // For what is collective as well, and keeps the order.
+  void wait_for_queue() {
+    if (staging_->collectives_under_way != 0) {
+      const auto work = std::make_shared<Work>();
+      post(collectives_, &Staging::collectives_under_way, [work] { work->finish(); });
+      work->wait();
+    }
   }
 
   [[nodiscard]] bool stays_on_device(const Operation& operation) const noexcept {

@@ -142,6 +142,12 @@ void check_way(const Group& group, const Call& call, int peer) {
     makes_sense &=
         !is_read || (group.heap().has(detail.input, span) && group.heap().has(detail.output, span));
   }
+  if ((post.flags & Post::kShared) != 0) {
+    const PostDetail& detail = group.detail(peer);
+    const HeapWindow* const window = group.window(peer);
+    makes_sense &= window != nullptr && window->has(detail.input, bytes) &&
+                   (call.kind != OpKind::kAllReduce || window->has(detail.output, bytes));
+  }
   if (!makes_sense) {
     throw_damaged(group, peer);
   }

@@ -6,7 +6,8 @@ namespace pydist {
 
 Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
              const SymmetricHeap& heap, Announcer* announcer,
-             std::optional<std::size_t> one_shot_bytes, Tuning* tuning)
+             std::optional<std::size_t> one_shot_bytes, Tuning* tuning,
+             std::vector<const HeapWindow*> windows)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
@@ -14,7 +15,8 @@ Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> do
       heap_(heap),
       announcer_(announcer),
       one_shot_bytes_(one_shot_bytes),
-      tuning_(tuning) {}
+      tuning_(tuning),
+      windows_(std::move(windows)) {}
 
 Condition Group::reached_by_all(CounterOf counter, std::uint64_t target) const noexcept {
   return {segment_.control(0).*counter, segment_.control_stride(), size_, rank_, target};

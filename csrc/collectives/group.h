@@ -23,6 +23,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -32,6 +33,7 @@
 #include "collectives/streaming_hint.h"
 #include "health/condition.h"
 #include "health/doorbell.h"
+#include "memory/heap_window.h"
 #include "memory/symmetric_heap.h"
 
 namespace pydist {
@@ -54,10 +56,12 @@ class Tuning;
 class Group {
  public:
   // `doorbells` of all ranks, in rank order. `announcer`: null on one host. `one_shot_bytes`: see
-  // one_shot_limit(). `tuning`: null where nothing is tuned; it outlives the group.
+  // one_shot_limit(). `tuning`: null where nothing is tuned; it outlives the group. `windows`: of
+  // all ranks, in rank order, or none.
   Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
         const SymmetricHeap& heap, Announcer* announcer = nullptr,
-        std::optional<std::size_t> one_shot_bytes = std::nullopt, Tuning* tuning = nullptr);
+        std::optional<std::size_t> one_shot_bytes = std::nullopt, Tuning* tuning = nullptr,
+        std::vector<const HeapWindow*> windows = {});
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
@@ -68,6 +72,20 @@ class Group {
   [[nodiscard]] Tuning* tuning() const noexcept { return tuning_; }
   [[nodiscard]] const SymmetricHeap& heap() const noexcept { return heap_; }
   [[nodiscard]] const GroupSegment& segment() const noexcept { return segment_; }
+
+  // Whether each rank can read the allocation heaps of all others. Once it is so, it stays so.
+  [[nodiscard]] bool shares_allocations() const noexcept {
+    if (!shares_allocations_) {
+      shares_allocations_ =
+          !windows_.empty() && std::all_of(windows_.begin(), windows_.end(),
+                                           [](const HeapWindow* each) { return each->is_on(); });
+    }
+    return shares_allocations_;
+  }
+  // The allocation heap of a rank; null where the group has none.
+  [[nodiscard]] const HeapWindow* window(int rank) const noexcept {
+    return windows_.empty() ? nullptr : windows_[static_cast<std::size_t>(rank)];
+  }
 
   // -- operations ---------------------------------------------------------------------------
   // Numbers the next operation; nothing is visible to peers yet.
@@ -190,6 +208,8 @@ class Group {
   Announcer* const announcer_;
   const std::optional<std::size_t> one_shot_bytes_;
   Tuning* const tuning_;
+  const std::vector<const HeapWindow*> windows_;
+  mutable bool shares_allocations_ = false;
   bool has_transit_ = false;
   std::uint64_t sequence_ = 0;
   std::uint64_t round_ = 0;

@@ -43,6 +43,7 @@ struct alignas(128) Post {
     kBehind = 16,      // with kInline: the data is in `lines`, not in `first_line`
     kOnHostHeap = 32,  // as kSymmetric, where each host has a heap of its own
     kTuned = 64,       // detail.word says how the data moves, see Note [Who chooses]
+    kShared = 128,     // detail.input and detail.output lie in the rank's allocation heap
   };
 
   Counter sequence;  // of the operation, counted from 1
@@ -96,8 +97,8 @@ struct TuningWord {
 
 // What only some operations need.
 struct alignas(64) PostDetail {
-  std::uint64_t input = 0;   // HeapReference
-  std::uint64_t output = 0;  // HeapReference
+  std::uint64_t input = 0;   // HeapReference, into the heap that the flags say
+  std::uint64_t output = 0;  // likewise
   double factor = 1.0;       // premul_sum
   std::uint64_t total = 0;   // elements of all blocks together
   TuningWord word;

@@ -20,6 +20,7 @@
 #include <cstddef>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -69,6 +70,7 @@ struct Capabilities {
   std::string numerics;
 };
 
+class AllocationHeap;
 class Communicator;
 class PeerNews;
 using CommunicatorPtr = std::shared_ptr<Communicator>;
@@ -131,6 +133,18 @@ class Communicator {
 
   // Collective: gives memory back to the system that every rank has freed before it calls.
   virtual void trim() {}
+
+  // Collective: lets the ranks of each host read each other's allocation heaps (memory/
+  // allocation_heap.h), so that collectives on memory from there copy nothing through slots. All or
+  // nothing: where it fails on one rank, all throw. Returns this process's heap, made at the first
+  // call; null where nothing is shared: on other backends, or if no other rank is on this host.
+  //
+  // `max_bytes` of the heap; nothing: a part of what the host has. `refusal`: why this rank cannot
+  // take part, which all ranks throw then; empty where it can.
+  [[nodiscard]] virtual std::shared_ptr<AllocationHeap> share_allocations(
+      std::optional<std::size_t> /*max_bytes*/, const std::string& /*refusal*/) {
+    return nullptr;
+  }
 
   // This process's addresses of [data, data + bytes) on each rank; the group allocated that memory.
   // Empty where the group did not, or where its ranks share no memory. No operation orders reads

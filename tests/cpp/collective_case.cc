@@ -186,6 +186,12 @@ std::string to_string(Placement placement) {
       return "Heap";
     case Placement::kMixed:
       return "Mixed";
+    case Placement::kShared:
+      return "Shared";
+    case Placement::kSharedMixed:
+      return "SharedMixed";
+    case Placement::kBothHeaps:
+      return "BothHeaps";
   }
   return {};
 }
@@ -351,8 +357,8 @@ PreparedCase prepare(const Case& what, int size, SummationOrder order,
 
 CaseBuffers::Arena& CaseBuffers::arena_for(std::size_t bytes, std::uint64_t chance,
                                            Placement placement) {
-  const bool wants_heap =
-      placement == Placement::kHeap || (placement == Placement::kMixed && (chance & 1) != 0);
+  const bool is_mixed = placement == Placement::kMixed || placement == Placement::kSharedMixed;
+  const bool wants_heap = placement != Placement::kOrdinary && (!is_mixed || (chance & 1) != 0);
   const bool fits = heap_.used + bytes + 4 * kGuardBytes <= heap_.capacity;
   return wants_heap && fits ? heap_ : ordinary_;
 }

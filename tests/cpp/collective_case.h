@@ -29,8 +29,10 @@ enum class SummationOrder {
   kRing,
 };
 
-// Where the buffers of a case lie.
-enum class Placement { kOrdinary, kHeap, kMixed };
+// Where the buffers of a case lie: in ordinary memory, the symmetric heap, the allocation heap of
+// each rank that the others read, or some here and some there. kBothHeaps: ranks of even numbers in
+// the symmetric heap and the others in their allocation heaps.
+enum class Placement { kOrdinary, kHeap, kMixed, kShared, kSharedMixed, kBothHeaps };
 
 [[nodiscard]] std::string to_string(Placement placement);
 

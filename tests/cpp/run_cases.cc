@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstddef>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <set>
@@ -12,6 +14,7 @@
 
 #include "collectives/ring.h"
 #include "collectives/shared_memory/route.h"
+#include "memory/allocation_heap.h"
 #include "memory/shared_segment.h"
 #include "ranks.h"
 
@@ -19,6 +22,47 @@ namespace pydist::testing {
 namespace {
 
 constexpr std::size_t kHeapBytes = std::size_t{12} << 20;
+
+// What a rank's buffers lie in, where it is not ordinary memory.
+class HeapOfCases {
+ public:
+  HeapOfCases(const RankOfTest& self, Placement placement) {
+    const bool has_symmetric = placement == Placement::kHeap || placement == Placement::kMixed ||
+                               placement == Placement::kBothHeaps;
+    if (has_symmetric) {
+      symmetric_ = self.communicator->allocate(kHeapBytes, Device{});
+    }
+    if (placement == Placement::kOrdinary ||
+        (has_symmetric && placement != Placement::kBothHeaps)) {
+      return;
+    }
+    // Null in a world of one.
+    shared_ = self.communicator->share_allocations(2 * kHeapBytes, "");
+    if (shared_ && (placement != Placement::kBothHeaps || self.rank % 2 != 0)) {
+      block_ = shared_->allocate(kHeapBytes);
+    }
+  }
+  HeapOfCases(const HeapOfCases&) = delete;
+  HeapOfCases& operator=(const HeapOfCases&) = delete;
+  ~HeapOfCases() {
+    if (block_ != nullptr) {
+      shared_->release(block_);
+    }
+  }
+
+  [[nodiscard]] std::span<std::byte> bytes() const {
+    if (block_ != nullptr) {
+      return {block_, kHeapBytes};
+    }
+    return symmetric_ ? std::span(static_cast<std::byte*>(symmetric_->data()), symmetric_->bytes())
+                      : std::span<std::byte>();
+  }
+
+ private:
+  MemoryPtr symmetric_;
+  std::shared_ptr<AllocationHeap> shared_;
+  std::byte* block_ = nullptr;
+};
 
 }  // namespace
 
@@ -57,11 +101,8 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   run_ranks(
       size,
       [&](RankOfTest& self) {
-        const MemoryPtr heap = placement == Placement::kOrdinary
-                                   ? nullptr
-                                   : self.communicator->allocate(kHeapBytes, Device{});
-        CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
-                                 : std::span<std::byte>());
+        const HeapOfCases heap(self, placement);
+        CaseBuffers buffers(heap.bytes());
         for (const PreparedCase& each : prepared) {
           Operation operation = buffers.lay_out(each, self.rank, placement);
           if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {

@@ -8,6 +8,9 @@ namespace {
 // Where `rank`'s contribution lies.
 const std::byte* contribution(const Group& group, int rank) {
   const Post& post = group.post(rank);
+  if ((post.flags & Post::kShared) != 0) {
+    return group.window(rank)->address(group.detail(rank).input);
+  }
   return (post.flags & Post::kInline) != 0 ? post.data() : group.transit(rank, group.round());
 }
 
@@ -22,6 +25,8 @@ std::size_t block_offset(const Group& group, int sender, int receiver) {
   }
   return offset;
 }
+
+}  // namespace
 
 void finish_from_contributions(Collective& run) {
   Group& group = run.group();
@@ -74,8 +79,6 @@ void finish_from_contributions(Collective& run) {
       break;
   }
 }
-
-}  // namespace
 
 void finish_one_shot(Collective& run, Route route) {
   Group& group = run.group();

@@ -7,6 +7,9 @@
 
 namespace pydist {
 
+// Takes what each rank contributes from where its post says that it lies.
+void finish_from_contributions(Collective& run);
+
 // All that is left to do on Route::kInline and Route::kOneShot.
 void finish_one_shot(Collective& run, Route route);
 

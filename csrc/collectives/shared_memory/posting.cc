@@ -38,6 +38,11 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
     group.my_detail().input = places.input;
     group.my_detail().output = places.output;
   }
+  if ((offer & Post::kShared) != 0) {
+    const PostDetail places = places_in_allocations(group, call);
+    group.my_detail().input = places.input;
+    group.my_detail().output = places.output;
+  }
   if (group.size() > 1 && (offer & (Post::kInline | Post::kEager)) != 0) {
     const Wire wire(call.dtype, call.wire_dtype);
     if ((offer & Post::kEager) != 0) {

@@ -21,12 +21,28 @@ bool reduces(OpKind kind) noexcept { return kind == OpKind::kAllReduce || kind =
 // and written. Measured with bench/engine at p=2.
 constexpr std::size_t kEagerBytes = std::size_t{2} << 10;
 
+// From here on, reading others' buffers where they lie is faster than what could go ahead, although
+// ranks must know then when they have been read. Measured with `pydist bench` at p=2.
+constexpr std::size_t kSharedBytes = std::size_t{32} << 10;
+
 HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
   if (!blocks.is_contiguous()) {
     return 0;
   }
   const Buffer& buffer = blocks.buffers()[0];
   return group.heap().find(buffer.data, buffer.bytes());
+}
+
+// Whether a rank that is done early would overwrite what others still read of it. In other kinds
+// only a rank's own block may be in place, which nobody else reads.
+bool exchanges_in_place(const Call& call) noexcept {
+  const auto* const begin = static_cast<const std::byte*>(call.inputs.buffers()[0].data);
+  const std::byte* const end = begin + call.inputs.buffers()[0].bytes();
+  const auto buffers = call.outputs.buffers();
+  return std::any_of(buffers.begin(), buffers.end(), [&](const Buffer& output) {
+    const auto* const place = static_cast<const std::byte*>(output.data);
+    return place < end && begin < place + output.bytes();
+  });
 }
 
 bool may_go_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
@@ -107,6 +123,26 @@ PostDetail places_on_heap(const Group& group, const Call& call) noexcept {
   return detail;
 }
 
+PostDetail places_in_allocations(const Group& group, const Call& call) noexcept {
+  PostDetail detail;
+  if (!group.shares_allocations() || call.kind == OpKind::kReduce) {
+    return detail;
+  }
+  const auto find = [&group](const Blocks& blocks) -> HeapReference {
+    return blocks.is_contiguous()
+               ? group.window(group.rank())
+                     ->find(blocks.buffers()[0].data, blocks.buffers()[0].bytes())
+               : 0;
+  };
+  detail.input = find(contributed_blocks(group, call));
+  if (call.kind == OpKind::kAllReduce) {
+    detail.output = find(call.outputs);
+  } else if (call.kind != OpKind::kAllToAll || detail.input == 0 || !exchanges_in_place(call)) {
+    detail.output = detail.input;
+  }
+  return detail;
+}
+
 Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
   const bool is_root = group.rank() == call.root;
   switch (call.kind) {
@@ -137,6 +173,12 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
     if (places.input != 0 && places.output != 0) {
       return Post::kSymmetric;
     }
+    if (!may_be_eager || bytes >= kSharedBytes) {
+      const PostDetail shared = places_in_allocations(group, call);
+      if (shared.input != 0 && shared.output != 0) {
+        return Post::kShared;
+      }
+    }
   }
   return may_be_eager ? std::uint8_t{Post::kEager} : std::uint8_t{0};
 }
@@ -161,13 +203,19 @@ Route agreed_route(const Group& group, const Call& call) noexcept {
   const bool root_alone = is_one_to_all(call.kind);
   bool all_symmetric = true;
   bool all_inline = true;
-  bool all_ahead = true;  // each rank has sent its data ahead, in its post or in a slot
+  bool all_ahead = true;     // each rank has sent its data ahead, in its post or in a slot
+  bool all_readable = true;  // the same, or its data can be read where it lies
+  // In an all_reduce all data is read by all ranks, and may be in place: only slice by slice.
+  const bool takes_no_slices = call.kind != OpKind::kAllReduce;
   for (int rank = 0; rank < group.size(); ++rank) {
     if (!root_alone || rank == call.root) {
       const std::uint8_t flags = group.post(rank).flags;
       all_symmetric = all_symmetric && (flags & Post::kSymmetric) != 0;
       all_inline = all_inline && (flags & Post::kInline) != 0;
       all_ahead = all_ahead && (flags & (Post::kInline | Post::kEager)) != 0;
+      all_readable =
+          all_readable && ((flags & Post::kShared) != 0 ||
+                           (takes_no_slices && (flags & (Post::kInline | Post::kEager))));
     }
   }
   if (all_symmetric) {
@@ -176,7 +224,10 @@ Route agreed_route(const Group& group, const Call& call) noexcept {
   if (all_inline) {
     return Route::kInline;
   }
-  return all_ahead ? Route::kOneShot : Route::kPipelined;
+  if (all_ahead) {
+    return Route::kOneShot;
+  }
+  return all_readable ? Route::kShared : Route::kPipelined;
 }
 
 }  // namespace pydist

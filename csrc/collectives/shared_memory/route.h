@@ -12,7 +12,7 @@
 namespace pydist {
 
 // How the data of a collective moves; the same on every rank, see agreed_route().
-enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
+enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
 
 // Whether only the root has something to say; it then waits for nobody before it says it.
 [[nodiscard]] constexpr bool is_one_to_all(OpKind kind) noexcept {
@@ -27,7 +27,11 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric };
 // the kind can use there do lie in it.
 [[nodiscard]] PostDetail places_on_heap(const Group& group, const Call& call) noexcept;
 
-// Which flag this rank posts: inline, eager, symmetric, or none of them for the pipeline.
+// Where peers find this rank's buffers in its allocation heap; both 0 unless all that they read
+// there does lie in it, and stays as it is until all have read it.
+[[nodiscard]] PostDetail places_in_allocations(const Group& group, const Call& call) noexcept;
+
+// Which flag this rank posts: inline, eager, symmetric, shared, or none of them for the pipeline.
 [[nodiscard]] std::uint8_t offered_route(const Group& group, const Call& call) noexcept;
 
 // The same in a group that spans hosts: inline, eager, on the heap of the host, or none of them.

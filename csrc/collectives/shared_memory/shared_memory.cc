@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "collectives/collective_steps.h"
+#include "collectives/shared_memory/on_shared_allocations.h"
 #include "collectives/shared_memory/on_symmetric_heap.h"
 #include "collectives/shared_memory/one_shot.h"
 #include "collectives/shared_memory/operation_time.h"
@@ -46,6 +47,9 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
       break;
     case Route::kSymmetric:
       co_await run_on_symmetric_heap(run);
+      break;
+    case Route::kShared:
+      co_await run_on_shared_allocations(run);
       break;
   }
   co_await time.all_are_through();

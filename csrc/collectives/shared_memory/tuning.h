@@ -61,7 +61,8 @@ class Tuning {
   // something to say.
   [[nodiscard]] std::optional<TuningWord> begin(const Call& call, std::uint8_t offer) {
     running_ = nullptr;
-    const std::size_t bytes = tuned_bytes(call);
+    // There is no choice for what others read where it lies.
+    const std::size_t bytes = (offer & Post::kShared) != 0 ? 0 : tuned_bytes(call);
     return is_tuned(bytes) ? choose(call, bytes, offer) : std::nullopt;
   }
   // This rank has given ahead what it gives ahead.

@@ -14,6 +14,7 @@
 #include "collectives/ring.h"
 #include "collectives/shared_memory/shared_memory.h"
 #include "collectives/shared_memory/tuning.h"
+#include "communicator/native/allocation_sharing.h"
 #include "communicator/native/collective_queue.h"
 #include "communicator/native/group_health.h"
 #include "communicator/native/group_meeting.h"
@@ -193,6 +194,16 @@ class NativeCommunicator final : public Communicator,
     return std::make_shared<HeapMemory>(heap_, result, bytes);
   }
 
+  [[nodiscard]] std::shared_ptr<AllocationHeap> share_allocations(
+      std::optional<std::size_t> max_bytes, const std::string& refusal) override {
+    require_not_forked();
+    require_open("share_allocations");
+    return size_ == 1
+               ? nullptr
+               : pydist::share_allocations({*this, *endpoint_, engine_->peers, ranks_, *secret_},
+                                           max_bytes, refusal);
+  }
+
   void trim() override {
     run(Operation());  // a barrier
     if (ranks_.index_on_host(rank_) == 0) {
@@ -346,7 +357,8 @@ class NativeCommunicator final : public Communicator,
           peers(std::move(the_peers)),
           remote(std::move(the_remote)),
           tuning(std::move(the_tuning)),
-          group(rank, size, segment, doorbells, *heap, remote.get(), one_shot_bytes, tuning.get()),
+          group(rank, size, segment, doorbells, *heap, remote.get(), one_shot_bytes, tuning.get(),
+                windows_of(peers)),
           to_next_on_host(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
                           *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
           from_previous_on_host(ring_channel(segment, wrap(rank - 1, size), rank),
@@ -364,6 +376,13 @@ class NativeCommunicator final : public Communicator,
       return remote ? remote->slot_bytes() : group.chunk_bytes();
     }
 
+    static std::vector<const HeapWindow*> windows_of(const std::vector<PeerPtr>& peers) {
+      std::vector<const HeapWindow*> windows;
+      for (const PeerPtr& peer : peers) {
+        windows.push_back(&peer->window);
+      }
+      return windows;
+    }
     static int wrap(int rank, int size) { return (rank + size) % size; }
     static ShmChannelMemory ring_channel(const GroupSegment& segment, int sender, int receiver) {
       return {segment.transit(sender, 0),

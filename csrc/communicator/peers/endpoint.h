@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -26,6 +27,8 @@
 #include "health/doorbell.h"
 #include "health/peer_death_monitor.h"
 #include "health/process_page.h"
+#include "memory/allocation_heap.h"
+#include "memory/heap_window.h"
 #include "memory/job_secret.h"
 #include "memory/segment_exchange.h"
 #include "memory/shared_segment.h"
@@ -81,6 +84,7 @@ struct Peer {
 
   const ProcessPage* page = nullptr;
   Doorbell* doorbell = nullptr;
+  HeapWindow window;  // of one of this host, once it shares its allocations
   std::atomic<bool> is_dead{false};
   // With is_dead: nobody can tell, but its heart has not beaten for long.
   std::atomic<bool> is_silent{false};
@@ -168,6 +172,16 @@ class Endpoint {
   // these have let go of it, too.
   void keep_serving(std::shared_ptr<RemoteRanks> remote);
 
+  // The heap by which this process shares its allocations; null while it does not.
+  [[nodiscard]] std::shared_ptr<AllocationHeap> allocation_heap() {
+    const std::lock_guard lock(mutex_);
+    return allocation_heap_;
+  }
+  void keep_allocation_heap(std::shared_ptr<AllocationHeap> heap) {
+    const std::lock_guard lock(mutex_);
+    allocation_heap_ = std::move(heap);
+  }
+
   // Shows the peers that this process waits for rank `rank` of `group`, before it has met it there.
   // Not where it does not know it from another group.
   void show_awaited(const std::string& group, int rank, std::string_view host, int pid);
@@ -209,6 +223,7 @@ class Endpoint {
   std::shared_ptr<ProcessFrames> frames_;                    // guarded by mutex_
   std::shared_ptr<TcpNode> network_;                         // guarded by mutex_
   std::vector<std::shared_ptr<RemoteRanks>> still_serving_;  // guarded by mutex_
+  std::shared_ptr<AllocationHeap> allocation_heap_;          // guarded by mutex_
   // By address, or where they are on other hosts by NodeCard::name; guarded by mutex_.
   std::map<std::string, PeerPtr> peers_;
   std::optional<std::chrono::nanoseconds> spin_;  // guarded by mutex_

@@ -162,12 +162,13 @@ TEST_P(NativeConformance, MovesMuch) {
   run(cases, test_environment().chunk_bytes);
 }
 
-INSTANTIATE_TEST_SUITE_P(Direct, NativeConformance,
-                         ::testing::Combine(::testing::Values(1, 2, 3, 4, 8),
-                                            ::testing::Values(AlgorithmChoice::kAuto),
-                                            ::testing::Values(Placement::kOrdinary,
-                                                              Placement::kHeap, Placement::kMixed)),
-                         name_of_ranks_and_road);
+INSTANTIATE_TEST_SUITE_P(
+    Direct, NativeConformance,
+    ::testing::Combine(::testing::Values(1, 2, 3, 4, 8), ::testing::Values(AlgorithmChoice::kAuto),
+                       ::testing::Values(Placement::kOrdinary, Placement::kHeap, Placement::kMixed,
+                                         Placement::kShared, Placement::kSharedMixed,
+                                         Placement::kBothHeaps)),
+    name_of_ranks_and_road);
 // The ring looks at no buffer's place.
 INSTANTIATE_TEST_SUITE_P(Ring, NativeConformance,
                          ::testing::Combine(::testing::Values(1, 2, 3, 4, 8),

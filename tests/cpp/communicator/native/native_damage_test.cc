@@ -33,6 +33,8 @@
 #include "communicator/peers/endpoint.h"
 #include "communicator/peers/introduction.h"
 #include "health/page_reader.h"
+#include "memory/allocation_heap.h"
+#include "memory/heap_window.h"
 #include "ranks.h"
 #include "transport/messages.h"
 
@@ -118,6 +120,10 @@ class Ground {
     for (SymmetricHeap& heap : heaps_) {
       heap.reserve(placement);
       symmetric_.push_back(heap.take(placement));
+      allocations_.push_back(AllocationHeap::create(kHeapBytes));
+      windows_.emplace_back();
+      windows_.back().open(allocations_.back()->segment());
+      windows_.back().switch_on();
     }
   }
 
@@ -131,7 +137,15 @@ class Ground {
     return symmetric_[static_cast<std::size_t>(rank)];
   }
 
+  [[nodiscard]] AllocationHeap& allocations(int rank) {
+    return *allocations_[static_cast<std::size_t>(rank)];
+  }
+
   [[nodiscard]] std::unique_ptr<Group> join(int rank) {
+    std::vector<const HeapWindow*> windows;
+    for (const HeapWindow& window : windows_) {
+      windows.push_back(&window);
+    }
     std::vector<Doorbell*> bells;
     for (Doorbell& bell : bells_) {
       bells.push_back(&bell);
@@ -139,9 +153,9 @@ class Ground {
     // It reads what rank 0 chooses, damaged or not.
     tunings_.push_back(std::make_unique<Tuning>(
         rank, kSize, TuningLimits{kChunkBytes, false, std::nullopt}, TuningRhythm(), table_));
-    return std::make_unique<Group>(rank, kSize, segment_, bells,
-                                   heaps_[static_cast<std::size_t>(rank)], /*announcer=*/nullptr,
-                                   /*one_shot_bytes=*/std::nullopt, tunings_.back().get());
+    return std::make_unique<Group>(
+        rank, kSize, segment_, bells, heaps_[static_cast<std::size_t>(rank)], /*announcer=*/nullptr,
+        /*one_shot_bytes=*/std::nullopt, tunings_.back().get(), std::move(windows));
   }
 
  private:
@@ -150,20 +164,31 @@ class Ground {
   SharedFile file_ = SharedFile::create("heap");
   std::deque<SymmetricHeap> heaps_;
   std::vector<std::byte*> symmetric_;
+  std::vector<std::shared_ptr<AllocationHeap>> allocations_;
+  std::deque<HeapWindow> windows_;
   std::array<Doorbell, kSize> bells_{};
   TuningTable table_;
   std::vector<std::unique_ptr<Tuning>> tunings_;
 };
 
-// One rank's part of a collective, in buffers that are just long enough.
+// One rank's part of a collective, in buffers that are just long enough. `heap`: where they lie;
+// null: in ordinary memory.
 struct Part {
-  std::vector<std::unique_ptr<float[]>> owned;
+  std::vector<std::shared_ptr<float[]>> owned;
+  AllocationHeap* heap = nullptr;
   Operation operation;
   std::unique_ptr<Group> group;
   std::unique_ptr<Execution> execution;
 
   Buffer buffer(std::size_t count) {
-    owned.push_back(std::make_unique<float[]>(count));
+    if (heap == nullptr) {
+      owned.push_back(std::make_unique<float[]>(count));
+    } else {
+      std::byte* const block = heap->allocate(count * sizeof(float));
+      owned.emplace_back(reinterpret_cast<float*>(block),
+                         [at = heap, block](float*) { at->release(block); });
+      std::fill_n(owned.back().get(), count, 0.0F);
+    }
     return {owned.back().get(), count, DType::kFloat32};
   }
 };
@@ -174,6 +199,7 @@ struct Plan {
   ReduceOp op;
   int root;
   bool is_symmetric;
+  bool is_shared;  // all buffers lie in the ranks' allocation heaps
   std::optional<DType> wire;
   std::array<std::array<std::size_t, kSize>, kSize> counts;  // from rank, to rank
 
@@ -186,6 +212,7 @@ struct Plan {
     op = dice.is_one_in(4) ? ReduceOp::kPremulSum : ReduceOp::kSum;
     root = static_cast<int>(dice.below(kSize));
     is_symmetric = dice.is_one_in(3);
+    is_shared = !is_symmetric && dice.is_one_in(3);
     if (has_op(kind) && dice.is_one_in(4)) {
       wire = DType::kBFloat16;
     }
@@ -202,8 +229,16 @@ struct Plan {
     }
   }
 
+  [[nodiscard]] bool is_ragged() const {
+    return std::any_of(counts.begin(), counts.end(), [this](const auto& row) {
+      return std::any_of(row.begin(), row.end(),
+                         [this](std::size_t count) { return count != counts[0][0]; });
+    });
+  }
+
   [[nodiscard]] Part part_of(int rank, Ground& ground) const {
     Part part;
+    part.heap = is_shared ? &ground.allocations(rank) : nullptr;
     Operation& operation = part.operation;
     operation.kind = kind;
     operation.op = has_op(kind) ? op : ReduceOp::kSum;
@@ -243,7 +278,8 @@ struct Plan {
         (is_root ? operation.inputs : operation.outputs) = {whole(one)};
         break;
       case OpKind::kReduceScatter:
-        operation.inputs = is_symmetric ? Buffers{whole(kSize * one)} : blocks(sent);
+        operation.inputs = is_symmetric || (is_shared && !is_ragged()) ? Buffers{whole(kSize * one)}
+                                                                       : blocks(sent);
         operation.outputs = {part.buffer(counts[me][me])};
         break;
       case OpKind::kAllGather:
@@ -260,12 +296,12 @@ struct Plan {
         break;
       case OpKind::kScatter:
         if (is_root) {
-          operation.inputs = blocks(sent);
+          operation.inputs = is_shared && !is_ragged() ? Buffers{whole(kSize * one)} : blocks(sent);
         }
         operation.outputs = {part.buffer(counts[static_cast<std::size_t>(root)][me])};
         break;
       case OpKind::kAllToAll:
-        operation.inputs = blocks(sent);
+        operation.inputs = is_shared && !is_ragged() ? Buffers{whole(kSize * one)} : blocks(sent);
         operation.outputs = blocks(received);
         break;
       default:
