@@ -20,6 +20,7 @@ from pydist.collectives import (
     reduce_scatter,
     scatter,
     send,
+    share_allocations,
     symmetric_empty,
 )
 from pydist.config import in_force as _in_force
@@ -136,6 +137,7 @@ __all__ = [
     "scale_lr",
     "scatter",
     "send",
+    "share_allocations",
     "shutdown",
     "spawn",
     "symmetric_empty",

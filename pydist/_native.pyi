@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'enter_shared_allocations', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'leave_shared_allocations', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'shared_allocation_bytes', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -710,6 +710,10 @@ def cuda_kernels_obstacle(device: typing.SupportsInt | typing.SupportsIndex) -> 
     """
     Why pydist's CUDA kernels cannot run on a device, in a sentence; empty where they can. Starts the driver, and opens a context on the device.
     """
+def enter_shared_allocations(communicator: Communicator, max_bytes: typing.SupportsInt | typing.SupportsIndex | None) -> bool:
+    """
+    Lets the ranks of each host read what torch allocates on the CPU from now on; all ranks of the group call. False where that cannot be, and nothing changes; otherwise leave_shared_allocations() has to follow.
+    """
 def environment_variables() -> list[tuple[str, str, str, str, str | None]]:
     """
     Every PYDIST_ variable of the engine: (name, values, default, meaning, current value or None).
@@ -729,6 +733,10 @@ def is_capturing(device: torch.device) -> bool:
 def is_frozen(pid: typing.SupportsInt | typing.SupportsIndex) -> bool:
     """
     Whether a process of this host is stopped by the freezer of its cgroup.
+    """
+def leave_shared_allocations() -> None:
+    """
+    Ends what enter_shared_allocations() has begun; what has been allocated stays.
     """
 def memory_room() -> tuple[int, str]:
     """
@@ -785,6 +793,10 @@ def set_rank(rank: typing.SupportsInt | typing.SupportsIndex) -> None:
 def sgd_step(parameters: torch.Tensor | collections.abc.Sequence[torch.Tensor], gradients: torch.Tensor | collections.abc.Sequence[torch.Tensor], masters: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, momentum_buffers: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, *, begins: collections.abc.Sequence[bool], lr: typing.SupportsFloat | typing.SupportsIndex, momentum: typing.SupportsFloat | typing.SupportsIndex, dampening: typing.SupportsFloat | typing.SupportsIndex, weight_decay: typing.SupportsFloat | typing.SupportsIndex, nesterov: bool, maximize: bool = False, gradient_scale: typing.SupportsFloat | typing.SupportsIndex = 1.0, threads: StepThreads | None = None) -> None:
     """
     One step of torch.optim.SGD, as adam_step. begins: of each, whether its momentum buffer holds nothing yet, and gets the gradient.
+    """
+def shared_allocation_bytes() -> tuple[int, int]:
+    """
+    Bytes in use of the heap that torch allocates from at present, and bytes that it has reserved.
     """
 def show_awaited(group: str, rank: typing.SupportsInt | typing.SupportsIndex, host: str, pid: typing.SupportsInt | typing.SupportsIndex) -> None:
     """

@@ -30,7 +30,8 @@ Rules that hold for all of them:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import numpy as np
@@ -38,6 +39,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pydist import _native
 from pydist._native import Work
 from pydist.errors import InvalidUsage
 from pydist.job import current as _current
@@ -60,6 +62,7 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
+    "share_allocations",
     "symmetric_empty",
 ]
 
@@ -759,3 +762,66 @@ def symmetric_empty(
         torch.get_default_dtype() if dtype is None else dtype,
         torch.device(device),
     )
+
+
+@contextmanager
+def share_allocations(max_bytes: int | None = None) -> Iterator[None]:
+    """Within it, torch's CPU tensors are made where the ranks of the host can read them.
+
+    Collectives on such tensors copy nothing through shared slots: each rank reads what it needs
+    where it lies, at whatever address that is on each rank, and writes its own memory alone. Nobody
+    can write into another rank's tensors. That holds for `all_reduce`, `reduce_scatter`,
+    `all_gather`, `broadcast`, `gather`, `scatter` and `all_to_all` (not in place) from 32 KiB on,
+    where the buffers of all ranks that are read lie there and each is one contiguous tensor;
+    everything else goes as usual, with the same results, bit by bit.
+
+    Every rank of the job enters, in the same order as its other collectives on the default group:
+    either all ranks share their allocations then, or all raise. It can be nested and entered again;
+    ranks leave it each by itself. Between enter and exit torch's CPU allocator is another one for
+    the whole process, all threads included. Tensors outlive it, and `pydist.shutdown()`; resizing
+    them later takes ordinary memory. After `pydist.reform()`, enter again.
+
+    Blocks under 16 KiB, and whatever does not fit into `max_bytes` or into the machine's memory,
+    are ordinary memory. Freed memory is used again; what has not been needed for some thousands of
+    allocations, and at the exit all that is free, goes back to the system.
+
+    On a backend other than native, in a world of one, and on a host with one rank, it changes
+    nothing. Between hosts, tensors go as usual.
+
+    A forked process (a data-loader worker) copies all tensors of its parent that lie there, before
+    `fork()` returns in either of them: about 0.3 s and a gigabyte of memory for each gigabyte of
+    them. From then on neither sees what the other writes, and what the child allocates is ordinary
+    memory. A child for whose copy there is no room ends, and says so. Start workers before the
+    model is made, or by "spawn", where that is too much.
+
+    Args:
+        max_bytes: the most bytes of tensors that this process keeps there; rounded up to 2 MiB. By
+            default half of the host's free memory (or the cgroup's), in equal parts for its ranks.
+            The first entry in a job decides.
+
+    Raises:
+        InvalidUsage: `max_bytes` is not positive, differs from that of an earlier entry, or another
+            library has given torch an allocator that cannot be replaced, on any rank.
+        TransportError: a rank has no descriptors or address space left for it; the message names
+            the rank.
+
+    Example:
+        >>> import pydist, torch
+        >>> pydist.init()
+        >>> with pydist.share_allocations():
+        ...     tensor = torch.ones(1 << 20)
+        >>> pydist.all_reduce(tensor)[:3]
+        tensor([1., 1., 1.])
+    """
+    if max_bytes is not None and (
+        not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes <= 0
+    ):
+        raise InvalidUsage(
+            f"share_allocations: max_bytes must be a positive number of bytes, got {max_bytes!r}."
+        )
+    is_shared = _native.enter_shared_allocations(_groups.communicator_of(None), max_bytes)
+    try:
+        yield
+    finally:
+        if is_shared:
+            _native.leave_shared_allocations()

@@ -35,6 +35,7 @@ void bind_process_group(py::module_& module);
 void bind_reducer(py::module_& module);
 void bind_roofline(py::module_& module);
 void bind_sampling(py::module_& module);
+void bind_shared_allocations(py::module_& module);
 void bind_optimizer_step(py::module_& module);
 void bind_tuning(py::module_& module);
 void bind_waiting_at_exit(py::module_& module);

@@ -19,6 +19,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_reducer(module);
   pydist::bind_roofline(module);
   pydist::bind_sampling(module);
+  pydist::bind_shared_allocations(module);
   pydist::bind_optimizer_step(module);
   pydist::bind_tuning(module);
   pydist::bind_waiting_at_exit(module);

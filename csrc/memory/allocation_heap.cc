@@ -18,7 +18,7 @@ namespace pydist {
 namespace {
 
 constexpr std::size_t kAlignment = 256;
-constexpr const char* kPurpose = "tensors within share_allocations()";
+constexpr const char* kWhatFor = "tensors within share_allocations()";
 
 // How many operations make a period. A training step of a few hundred tensors is far shorter.
 constexpr std::uint64_t kPeriod = 4096;
@@ -180,7 +180,7 @@ bool AllocationHeap::reserve(std::size_t offset, std::size_t bytes) {
       return false;
     }
     try {
-      segment_.reserve(grain * kGrainBytes, length, kPurpose);
+      segment_.reserve(grain * kGrainBytes, length, kWhatFor);
     } catch (const TransportError&) {
       next_attempt_ = operations_ + kPause;
       return false;

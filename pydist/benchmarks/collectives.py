@@ -41,7 +41,7 @@ from pydist.topology.placement import placement_of_job
 # By what -R means to nccl-tests: 1, registration with a network card, has no counterpart here.
 _REGISTRATION = {"0": "pydist", "2": "symmetric"}
 # "again": the main arm once more, which shows what the machine does by itself.
-COMPARABLE = ("pydist", "symmetric", "again", "gloo", *peers.PEERS)
+COMPARABLE = ("pydist", "symmetric", "shared", "again", "gloo", *peers.PEERS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,9 +116,9 @@ class _Request:
         self.torch_arms += [name for name in self.compared if name not in peers.PEERS]
         self.largest = max(case.size_bytes for cases in self.cases for case in cases)
         on_one_host = placement is None or placement.local_world_size == self.ranks
-        # Two buffers for each kind of memory: ordinary, symmetric, and an MPI's. Those of the link
-        # between hosts are twice as large.
-        kinds = 2 + len(self.mpis) + (0 if on_one_host else 2)
+        # Two buffers for each kind of memory: ordinary, symmetric, shared, and an MPI's. Those of
+        # the link between hosts are twice as large.
+        kinds = 2 + ("shared" in self.compared) + len(self.mpis) + (0 if on_one_host else 2)
         count_ranks(options.ranks, placement, 2 * kinds * self.largest)
         if self.mpis and not on_one_host:
             raise InvalidUsage("--compare with an MPI runs on one host; these ranks are on more.")

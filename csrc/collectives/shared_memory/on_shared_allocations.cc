@@ -74,7 +74,7 @@ Task reduce_by_slices(Collective& run) {
 }
 
 // The first rank that has left, of those whose memory this one has read; -1 if none has.
-int who_has_left(const Collective& run) noexcept {
+int who_was_read_and_has_left(const Collective& run) noexcept {
   const Call& call = run.call();
   if (call.kind == OpKind::kGather && !run.is_root()) {
     return -1;
@@ -105,7 +105,7 @@ Task run_on_shared_allocations(Collective& run) {
   }
   require_right_reads(group);
   // See Note [Leaving amid an operation]. Who leaves amid this one never says what is waited for.
-  if (const int left = who_has_left(run); left >= 0) {
+  if (const int left = who_was_read_and_has_left(run); left >= 0) {
     co_await group.done_by(&RankControl::consumed, left, behind);
   }
   group.publish(&RankControl::consumed, behind - 1);

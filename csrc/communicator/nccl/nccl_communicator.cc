@@ -225,12 +225,6 @@ class NcclCommunicator final : public Communicator {
     return memory;
   }
 
-  [[nodiscard]] std::shared_ptr<AllocationHeap> share_allocations(
-      std::optional<std::size_t> max_bytes, const std::string& refusal) override {
-    require_open("share_allocations");
-    return host_->share_allocations(max_bytes, refusal);
-  }
-
   [[nodiscard]] std::vector<std::byte*> symmetric_addresses(const void* data,
                                                             std::size_t bytes) const override {
     return host_->symmetric_addresses(data, bytes);

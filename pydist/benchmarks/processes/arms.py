@@ -143,6 +143,20 @@ class SymmetricArm(PydistArm):
         self._receive = pydist.symmetric_empty(size_bytes, dtype=torch.uint8).fill_(1)
 
 
+class SharedArm(PydistArm):
+    """pydist's functions on ordinary tensors that the other ranks of the host can read."""
+
+    memory = "shared"
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, on tensors from share_allocations"
+
+    def reserve(self, size_bytes: int) -> None:
+        with pydist.share_allocations():
+            super().reserve(size_bytes)
+
+
 class RooflineArm(SymmetricArm):
     """The reads and writes that the collective can't do without; no rank waits for another.
 

@@ -18,6 +18,7 @@ from pydist.benchmarks.processes.arms import (
     MpiArm,
     PydistArm,
     RooflineArm,
+    SharedArm,
     SymmetricArm,
 )
 from pydist.benchmarks.processes.link_arm import LinkArm
@@ -26,6 +27,7 @@ from pydist.benchmarks.processes.rank_commands import Failed, Stop, obey
 _KINDS: dict[str, type[PydistArm] | type[GlooArm] | type[LinkArm]] = {
     "pydist": PydistArm,
     "symmetric": SymmetricArm,
+    "shared": SharedArm,
     "roofline": RooflineArm,
     "link": LinkArm,
     "gloo": GlooArm,

@@ -16,6 +16,7 @@ from conformance.memory import layouts, numpy_arrays, symmetric_memory
 from conformance.messages import messages
 from conformance.ragged import ragged_blocks
 from conformance.refusals import refusals
+from conformance.shared import shared_allocations
 from conformance.special_values import special_values
 from conformance.suite import GroupFailedError, Report, Suite
 from conformance.torch_distributed import torch_collectives
@@ -30,6 +31,7 @@ CASES: dict[str, Callable[[Suite], None]] = {
         ragged_blocks,
         layouts,
         symmetric_memory,
+        shared_allocations,
         numpy_arrays,
         special_values,
         wire_types,

@@ -73,6 +73,7 @@ NAMES = (
     "scale_lr",
     "scatter",
     "send",
+    "share_allocations",
     "shutdown",
     "spawn",
     "symmetric_empty",
