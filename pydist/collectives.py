@@ -771,7 +771,8 @@ def share_allocations(max_bytes: int | None = None) -> Iterator[None]:
     Collectives on such tensors copy nothing through shared slots: each rank reads what it needs
     where it lies, at whatever address that is on each rank, and writes its own memory alone. Nobody
     can write into another rank's tensors. That holds for `all_reduce`, `reduce_scatter`,
-    `all_gather`, `broadcast`, `gather`, `scatter` and `all_to_all` (not in place) from 32 KiB on,
+    `all_gather`, `broadcast`, `gather`, `scatter` and `all_to_all` (not in place) beyond what is
+    sent ahead in one shot (64 KiB; 128 KiB divided by the number of other ranks for all_reduce),
     where the buffers of all ranks that are read lie there and each is one contiguous tensor;
     everything else goes as usual, with the same results, bit by bit.
 

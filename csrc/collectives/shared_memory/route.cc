@@ -21,10 +21,6 @@ bool reduces(OpKind kind) noexcept { return kind == OpKind::kAllReduce || kind =
 // and written. Measured with bench/engine at p=2.
 constexpr std::size_t kEagerBytes = std::size_t{2} << 10;
 
-// From here on, reading others' buffers where they lie is faster than what could go ahead, although
-// ranks must know then when they have been read. Measured with `pydist bench` at p=2.
-constexpr std::size_t kSharedBytes = std::size_t{32} << 10;
-
 HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
   if (!blocks.is_contiguous()) {
     return 0;
@@ -173,7 +169,8 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
     if (places.input != 0 && places.output != 0) {
       return Post::kSymmetric;
     }
-    if (!may_be_eager || bytes >= kSharedBytes) {
+    // What goes ahead is read by then, and nobody has to wait until others have read it.
+    if (!may_be_eager) {
       const PostDetail shared = places_in_allocations(group, call);
       if (shared.input != 0 && shared.output != 0) {
         return Post::kShared;
