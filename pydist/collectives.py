@@ -790,8 +790,8 @@ def share_allocations(max_bytes: int | None = None) -> Iterator[None]:
     nothing. Between hosts, tensors go as usual.
 
     A forked process (a data-loader worker) copies all tensors of its parent that lie there, before
-    `fork()` returns in either of them: about 0.3 s and a gigabyte of memory for each gigabyte of
-    them. From then on neither sees what the other writes, and what the child allocates is ordinary
+    `fork()` returns in either of them, which takes as much memory again, and the time to copy it.
+    From then on neither sees what the other writes, and what the child allocates is ordinary
     memory. A child for whose copy there is no room ends, and says so. Start workers before the
     model is made, or by "spawn", where that is too much.
 

@@ -53,9 +53,9 @@ constexpr std::array kVariables = {
                         "uncached begins with nothing and keeps nothing. The same on every rank."},
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "524288",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
-                        "heap, and up to 512 KiB also of a segment between hosts. The same on "
-                        "every rank. Unset: that many at most, and as many as are fastest inside "
-                        "a host (PYDIST_TUNING)."},
+                        "heap, and sends at a time to another host, there no more than 524288. The "
+                        "same on every rank. Unset: that many at most, and as many as are fastest "
+                        "inside a host (PYDIST_TUNING)."},
     EnvironmentVariable{"PYDIST_ONE_SHOT_BYTES", "0 to 16777216", "",
                         "The most bytes that a rank gives to all others whole, in one step, and "
                         "not in parts in two; no more than PYDIST_CHUNK_BYTES. The same on every "

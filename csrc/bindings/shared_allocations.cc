@@ -1,4 +1,5 @@
-// pydist._native.SharedAllocations: torch's CPU allocator within pydist.share_allocations().
+// pydist._native.enter_shared_allocations() and what belongs to it: torch's CPU allocator within
+// pydist.share_allocations().
 //
 // While anybody is within, blocks of some size come from the heap that the other ranks of the host
 // may read, where it has room, and all others from the allocator that torch had before. A block

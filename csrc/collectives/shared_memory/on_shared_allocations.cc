@@ -25,12 +25,11 @@ std::size_t piece_of(const Collective& run) noexcept {
   return kSliceBytes / run.element_bytes() * static_cast<std::size_t>(run.size());
 }
 
-Task reduce_by_slices(Collective& run) {
+Task reduce_by_slices(Collective& run, std::uint64_t rounds) {
   Group& group = run.group();
   const Call& call = run.call();
   const int me = run.me();
   const std::size_t per_round = piece_of(run);
-  const std::uint64_t rounds = (call.count + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
   // What has been looked at is what is used: a peer may damage its post meanwhile.
   std::vector<const std::byte*> inputs;
@@ -99,7 +98,7 @@ Task run_on_shared_allocations(Collective& run) {
   const std::uint64_t behind = group.round() + rounds;
   const bool is_read = is_shared(group, run.me());
   if (goes_by_slices) {
-    co_await reduce_by_slices(run);
+    co_await reduce_by_slices(run, rounds);
   } else {
     finish_from_contributions(run);
   }

@@ -33,13 +33,9 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
   if (chooses) {
     word = tuning->begin(call, offer);
   }
-  if ((offer & (Post::kSymmetric | Post::kOnHostHeap)) != 0) {
-    const PostDetail places = places_on_heap(group, call);
-    group.my_detail().input = places.input;
-    group.my_detail().output = places.output;
-  }
-  if ((offer & Post::kShared) != 0) {
-    const PostDetail places = places_in_allocations(group, call);
+  if ((offer & (Post::kSymmetric | Post::kOnHostHeap | Post::kShared)) != 0) {
+    const PostDetail places = (offer & Post::kShared) != 0 ? places_in_allocations(group, call)
+                                                           : places_on_heap(group, call);
     group.my_detail().input = places.input;
     group.my_detail().output = places.output;
   }

@@ -212,7 +212,7 @@ Route agreed_route(const Group& group, const Call& call) noexcept {
       all_ahead = all_ahead && (flags & (Post::kInline | Post::kEager)) != 0;
       all_readable =
           all_readable && ((flags & Post::kShared) != 0 ||
-                           (takes_no_slices && (flags & (Post::kInline | Post::kEager))));
+                           (takes_no_slices && (flags & (Post::kInline | Post::kEager)) != 0));
     }
   }
   if (all_symmetric) {

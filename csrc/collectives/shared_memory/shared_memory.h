@@ -14,8 +14,8 @@
 //   shared       The buffers lie in heaps that the others may read: see on_shared_allocations.h.
 //
 // Where elements travel in a type of their own (wire.h), they are converted in the copies into and
-// out of posts and slots, so s is what travels. Such calls never take the
-// symmetric or the shared way.
+// out of posts and slots, so s is what travels. Such calls never take the symmetric or the shared
+// way.
 
 #pragma once
 

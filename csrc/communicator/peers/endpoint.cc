@@ -369,6 +369,7 @@ PeerPtr Endpoint::meet(const Card& card, std::optional<PeerRequest> asked, Deadl
   peer->host = card.host_name;
   peer->pid = card.pid;
   if (!asked) {
+    PYDIST_CHECK(server().address() == card.address);
     peer->page_segment = page_segment_;
     peer->doorbell_segment = doorbell_segment_;
     peer->page = page_;
