@@ -572,6 +572,11 @@ class Reducer:
         Whether a backward that synchronises is under way.
         """
     @property
+    def keeps_weights_on_device(self) -> bool:
+        """
+        Whether the host does not read weights that a GPU computes.
+        """
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """
         All that it averages.
@@ -595,12 +600,12 @@ class Reducer:
     def stats(self) -> ReducerStats:
         ...
     @property
-    def weight(self) -> float | None:
+    def weight(self) -> float | torch.Tensor | None:
         """
-        What backwards that begin from now on count for; None: each rank as one.
+        What backwards that begin from now on count for: a number, or, where keeps_weights_on_device, a float64 tensor there, without dimensions, of not a number where it is not a weight; None: each rank as one.
         """
     @weight.setter
-    def weight(self, arg1: typing.SupportsFloat | typing.SupportsIndex | None) -> None:
+    def weight(self, arg1: torch.Tensor | typing.SupportsFloat | typing.SupportsIndex | None) -> None:
         ...
     @property
     def why_lost(self) -> str:

@@ -327,8 +327,33 @@ void bind_reducer(py::module_& module) {
            "Raises pydist.InvalidUsage where no optimizer can have shards of the average.")
       .def_property("enabled", &Reducer::is_enabled, &Reducer::set_enabled,
                     "Whether backwards from forwards that end from now on are synchronised.")
-      .def_property("weight", &Reducer::weight, &Reducer::set_weight,
-                    "What backwards that begin from now on count for; None: each rank as one.")
+      .def_property(
+          "weight",
+          [](const Reducer& self) -> std::optional<std::variant<double, at::Tensor>> {
+            const std::optional<Weight>& weight = self.weight();
+            if (!weight) {
+              return std::nullopt;
+            }
+            const auto* const number = std::get_if<double>(&*weight);
+            return number != nullptr ? std::variant<double, at::Tensor>(*number)
+                                     : std::get<DeviceNumber>(*weight).here();
+          },
+          [](Reducer& self, const std::optional<std::variant<at::Tensor, double>>& weight) {
+            if (!weight) {
+              self.set_weight(std::nullopt);
+            } else if (const auto* const number = std::get_if<double>(&*weight)) {
+              self.set_weight(*number);
+            } else {
+              self.set_weight(DeviceNumber(std::get<at::Tensor>(*weight)));
+            }
+          },
+          "What backwards that begin from now on count for: a number, or, where "
+          "keeps_weights_on_device, a float64 tensor there, without dimensions, of not a number "
+          "where it is not a weight; None: each rank as one.")
+      .def_property_readonly(
+          "keeps_weights_on_device",
+          [](const Reducer& self) { return self.device_of_weights().has_value(); },
+          "Whether the host does not read weights that a GPU computes.")
       .def_property("holding", &Reducer::is_holding, &Reducer::set_holding,
                     "Whether backwards that end from now on hold their rounds: they return before "
                     "gradients are averaged, and conclude_held() does the rest.")

@@ -18,7 +18,8 @@ Call resolve(const Operation& operation, int rank, int size) {
                 operation.factor,
                 inputs,
                 outputs,
-                count};
+                count,
+                operation.device_factor};
   };
   switch (operation.kind) {
     case OpKind::kAllReduce:

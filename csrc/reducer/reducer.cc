@@ -28,10 +28,10 @@ class Reducer::Backward final : public EndingBackward,
                                 public std::enable_shared_from_this<Backward> {
  public:
   Backward(std::shared_ptr<Reducer> owner, bool synchronizes, bool accumulates,
-           std::optional<double> weight)
+           std::optional<Weight> weight)
       : synchronizes(synchronizes),
         accumulates(accumulates),
-        weight(weight),
+        weight(std::move(weight)),
         owner_(std::move(owner)) {
     const std::lock_guard lock(owner_->open_mutex_);
     ++owner_->open_backwards_;
@@ -74,10 +74,10 @@ class Reducer::Backward final : public EndingBackward,
   bool synchronizes;  // or accumulates only, so far
   // Known to be a backward() that fills gradients, even where it reaches no parameter.
   const bool accumulates;
-  const std::optional<double> weight;
+  const std::optional<Weight> weight;
   const Instant began = now_ns();
   std::optional<std::uint64_t> round;  // once it has entered one
-  double factor = 1.0;                 // of its gradients in the arena
+  Factor factor;                       // of its gradients in the arena
   bool is_captured = false;            // into a CUDA graph, where it began
 
  private:
@@ -355,15 +355,24 @@ void Reducer::enter(Backward& backward) {
   }
   forget_weights_of_nothing();
   (backward.weight ? weights_.has_weighted : weights_.has_plain) = true;
-  if (!backward.weight) {
-    return;
+  if (backward.weight) {
+    const std::vector<GradientSlot>& slots = arena_.slots();
+    const bool leaves = backward.synchronizes &&
+                        std::none_of(slots.begin(), slots.end(),
+                                     [](const GradientSlot& slot) { return slot.is_sparse; });
+    backward.factor = weights_.count(*backward.weight, leaves, device_of_weights());
   }
-  const double weight = *backward.weight;
-  weights_.total += weight;
-  if (weights_.first == 0) {
-    weights_.first = weight;
-  }
-  backward.factor = weight == 0 ? 0.0 : weight / weights_.first;
+}
+
+std::optional<Device> Reducer::device_of_weights() const {
+  const std::optional<Device> device = arena_.device();
+  const auto is_elsewhere = [&device](const GradientSlot& slot) {
+    return slot.parameter.device() != torch_device(*device);
+  };
+  const std::vector<GradientSlot>& slots = arena_.slots();
+  const bool can_stay = device && communicator_->capabilities().takes_device_factors &&
+                        std::none_of(slots.begin(), slots.end(), is_elsewhere);
+  return can_stay ? device : std::nullopt;
 }
 
 // For a backward that has begun from a forward that averages nothing, and comes to one that does.

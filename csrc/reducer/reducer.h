@@ -96,6 +96,7 @@
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"
 #include "reducer/timeline.h"
+#include "reducer/weights.h"
 
 namespace c10d {
 class CommHookInterface;
@@ -239,8 +240,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool is_enabled() const noexcept { return is_enabled_; }
 
   // The weight of backwards that begin from now on; without a weight, each rank counts as one.
-  void set_weight(std::optional<double> weight) noexcept { weight_ = weight; }
-  [[nodiscard]] std::optional<double> weight() const noexcept { return weight_; }
+  void set_weight(std::optional<Weight> weight) noexcept { weight_ = std::move(weight); }
+  [[nodiscard]] const std::optional<Weight>& weight() const noexcept { return weight_; }
+  // Where weights stay, see Note [Weights on the device]; none: the host reads them.
+  [[nodiscard]] std::optional<Device> device_of_weights() const;
 
   // Whether rounds are held of backwards that end from now on; see Note [Held rounds].
   void set_holding(bool holding) noexcept { is_holding_ = holding; }
@@ -325,15 +328,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     // Of all sparse gradients, what a hook of the program makes the results of.
     std::vector<at::Tensor> handed_over;
   };
-  // The weights of the backwards since the last round. They are forgotten together with the
-  // gradients.
-  struct Weights {
-    bool has_weighted = false;
-    bool has_plain = false;
-    bool has_gradients = false;
-    double first = 0.0;  // not zero; the gradients in the arena are in its unit
-    double total = 0.0;
-  };
 
   Reducer(CommunicatorPtr communicator, Planner planner, std::optional<BufferExchange> buffers,
           ReducerOptions options);
@@ -374,6 +368,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void say(Opening::Purpose purpose, std::uint64_t options);
   [[nodiscard]] bool may_launch();
   void decide_combination();
+  [[nodiscard]] Combination combination_there();
   void launch(Closing::Status status);
   [[nodiscard]] bool has_memory(std::size_t bucket);
   [[nodiscard]] bool keeps_averages() const;
@@ -455,7 +450,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<bool> a_forward_averages_;
   bool has_bypassed_ = false;
   bool has_left_out_average_ = false;
-  std::optional<double> weight_;
+  std::optional<Weight> weight_;
   bool is_holding_ = false;
   bool is_held_ = false;
   std::string why_lost_;

@@ -63,7 +63,8 @@ void Reducer::open_round() {
              : !weights_.has_plain || !is_present_       ? Mode::kNothing
              : joining_ == Joining::kNotAtAll            ? Mode::kByShare
                                                          : Mode::kAsOne;
-  own.share = own.mode == Mode::kNothing ? 0.0 : weights_.has_weighted ? weights_.total : 1.0;
+  own.share = own.mode == Mode::kNothing ? 0.0 : weights_.total(/*otherwise=*/1.0);
+  own.has_share_on_device = weights_.are_on_device();
   own.digest = model_digest();
   own.slots = arena_.slots().size();
   own.is_bare = round_.is_bare;
@@ -75,7 +76,7 @@ void Reducer::open_round() {
   round_.opening = operations_.submit({.kind = OpKind::kAllGather}, openings_.own(),
                                       openings_.all(), "opening of a round");
   if (own.mode == Mode::kAsOne) {
-    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
+    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean};
   }
 }
 
@@ -101,22 +102,41 @@ void Reducer::decide_combination() {
   round_.opening->wait();
   bool is_by_share = false;
   bool is_as_one = false;
+  bool is_on_device = false;
   for (int rank = 0; rank < communicator_->size(); ++rank) {
     const Opening opening = openings_.of(rank);
     is_by_share = is_by_share || opening.mode == Opening::Mode::kByShare;
     is_as_one = is_as_one || opening.mode == Opening::Mode::kAsOne;
+    is_on_device = is_on_device || opening.has_share_on_device;
     round_.is_bare = round_.is_bare || (opening.is_present && opening.is_bare);
   }
   // Ranks that count as one have launched without waiting. If they meet ranks that count by share,
   // there is no mean, but all ranks have done the same operations, and why_worthless() says so on
   // all of them.
   if (is_as_one || !is_by_share) {
-    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean, 1.0};
+    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean};
+    return;
+  }
+  if (is_on_device) {
+    round_.combination = combination_there();
     return;
   }
   const double total = options_.sums ? 1.0 : openings_.total_share();
-  const double unit = weights_.has_weighted ? weights_.first : 1.0;
-  round_.combination = {ReduceOp::kPremulSum, total > 0 ? unit / total : 0.0};
+  round_.combination = {ReduceOp::kPremulSum, weights_.share_of(total)};
+}
+
+// See Note [Weights on the device].
+Combination Reducer::combination_there() {
+  const double own = openings_.of(communicator_->rank()).share;
+  at::Tensor total = weights_.total_on(*arena_.device(), own);
+  if (options_.sums) {
+    total.fill_(1.0);  // nothing divides
+  } else {
+    const WorkPtr work =
+        operations_.submit({.kind = OpKind::kAllReduce}, total, total, "sum of the weights");
+    operations_.wait_for(*work);
+  }
+  return {ReduceOp::kPremulSum, weights_.share_of(total)};
 }
 
 void Reducer::launch(Closing::Status status) {

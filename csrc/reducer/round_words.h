@@ -25,6 +25,8 @@ struct Opening {
   Mode mode = Mode::kAsOne;
   // This rank's part in the divisor.
   double share = 1.0;
+  // That part is a number on the device; see Note [Weights on the device].
+  bool has_share_on_device = false;
   // A digest of the parameters and the plan, which must be the same on all ranks.
   std::uint64_t digest = 0;
   std::size_t slots = 0;

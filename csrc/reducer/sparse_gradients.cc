@@ -78,8 +78,12 @@ void Reducer::send_sparse() {
   if (hook_averages) {
     return;
   }
-  const auto [op, factor] = *round_.combination;
-  for (WorkPtr& work : sparse_all_reduce(*communicator_, gradients, op, factor,
+  if (gradients.empty()) {
+    return;
+  }
+  const auto& [op, factor] = *round_.combination;
+  const double number = factor.read();  // the number of rows is awaited too
+  for (WorkPtr& work : sparse_all_reduce(*communicator_, gradients, op, number,
                                          /*deadline=*/std::nullopt)) {
     operations_.add(std::move(work));
   }

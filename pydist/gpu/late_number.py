@@ -21,6 +21,10 @@ class LateNumber:
     # None where reading `copy` itself waits for the device.
     copied: torch.Event | None
 
+    def has_come(self) -> bool:
+        """Whether reading it waits for nothing."""
+        return self.copied is not None and bool(self.copied.query())
+
     def read(self) -> float:
         """The number; waits for the copy alone, not for what the device does after it."""
         if self.copied is not None and not self.copied.query():

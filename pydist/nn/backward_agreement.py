@@ -49,7 +49,7 @@ def tell(communicator: Communicator, call: str, values: list[float]) -> list[lis
         Mismatch: The ranks have given this backward different weights, on all of them alike.
     """
     weights = [each.weight_of_backward for each in reversed(newest_first())]
-    mine = {"values": values, "weights": [weight for weight in weights if weight is not None]}
+    mine = {"values": values, "weights": [float(each) for each in weights if each is not None]}
     label = f"backward of pydist.nn.{call}"
     told = [json.loads(each) for each in exchange(communicator, json.dumps(mine).encode(), label)]
     said = [", ".join(map(str, each["weights"])) or "none" for each in told]

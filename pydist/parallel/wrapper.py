@@ -10,7 +10,6 @@ import contextlib
 import copy
 import dataclasses
 import inspect
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from pydist.config.in_force import takes_from_config
 from pydist.errors import Error, InvalidUsage, Timeout
 from pydist.job import current, groups, membership
 from pydist.job.arguments import a_type, flag
+from pydist.parallel.backward_weights import BackwardWeights
 from pydist.parallel.bucket_planner import (
     BucketPlan,
     PlannedBucket,
@@ -276,6 +276,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             "_local",
             "_buffer_sync",
             "_sentinel",
+            "_weights",
             "_torch_attributes",
             "_watched_methods",
             "_torch_buckets",
@@ -378,6 +379,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._trained = TrainedParameters(local)
         self._buffer_sync = None
         self._sentinel = Sentinel(settings.check_every, settings.check_finite)
+        self._weights = BackwardWeights()
         # The optimizers that update shards, by their numbers from 1.
         self._owners: list[weakref.ref[Any]] = []
         # For each parameter that an optimizer has, whether it trains now or not: the number of the
@@ -635,23 +637,17 @@ class DataParallel(TorchIdioms, StandsForModule):
 
         Args:
             weight: Not negative; 0 for a batch that counts for nothing, even where its loss is NaN.
+                One that a GPU computes stays there where gradients travel by NCCL and the kernels
+                of pydist: the host does not wait for it. Elsewhere it does.
 
         Raises:
-            InvalidUsage: The weight is negative or not finite.
+            InvalidUsage: The weight is negative or not finite; or an earlier one was, which had
+                stayed on a GPU. That one has left gradients of NaN on every rank.
             Error: At the end of backward, if only some of the step's backwards had a weight.
         """
-        try:
-            value = float(weight)
-        except (TypeError, ValueError, RuntimeError):
-            value = math.nan
-        if not (value >= 0 and math.isfinite(value)):
-            raise InvalidUsage(
-                f"the weight of a backward is {weight!r}; it must be a number, finite and not "
-                "negative"
-            )
         self.require_joined()
         reducer = self._reducer
-        before, reducer.weight = reducer.weight, value
+        before, reducer.weight = reducer.weight, self._weights.taken(weight, reducer)
         try:
             yield
         finally:
@@ -953,8 +949,11 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._sentinel.raise_found()
 
     @property
-    def weight_of_backward(self) -> float | None:
-        """What a backward that begins now counts for, by `weighted()`; None outside of that."""
+    def weight_of_backward(self) -> float | Tensor | None:
+        """What a backward that begins now counts for, by `weighted()`; None outside of that.
+
+        A tensor of one element where it stays on a GPU.
+        """
         reducer = self._working_reducer
         return None if reducer is None else reducer.weight
 

@@ -157,9 +157,14 @@ int pydist_cuda_reduce(const PydistCudaReduce* reduce, void* stream) {
 int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
   const std::vector<PydistCudaSegment> segments(convert->segments,
                                                 convert->segments + convert->segment_count);
-  enqueue(stream, [segments, scale = convert->scale] {
+  enqueue(stream, [segments, scale = convert->scale, on_device = convert->device_scale] {
+    const double given = on_device == nullptr ? 1.0 : *on_device;
     for (const PydistCudaSegment& segment : segments) {
-      run_segment(segment, scale);
+      if (given == 0) {
+        std::memset(segment.to, 0, segment.count * element_size(segment.to_dtype));
+      } else {
+        run_segment(segment, scale * given);
+      }
     }
   });
   return 0;

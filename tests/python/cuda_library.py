@@ -29,7 +29,7 @@ from pydist import _native
 REAL = Path(_native.__file__).with_name("libpydist_cuda.so")
 EMULATED = BUILD / "tests" / "cpp" / "libpydist_emulated_cuda.so"
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 # In the order of csrc/base/dtype.h and csrc/base/reduce_op.h.
 DTYPES = (
@@ -82,6 +82,7 @@ class _Convert(Structure):
         ("segments", POINTER(_Segment)),
         ("segment_count", c_uint64),
         ("scale", c_double),
+        ("device_scale", c_void_p),
     )
 
 
@@ -216,12 +217,18 @@ class CudaLibrary:
         )
         self._call("reduce", descriptor, output.device)
 
-    def convert(self, pairs: Sequence[tuple[Tensor, Tensor]], *, scale: float = 1.0) -> None:
-        """Each pair's second tensor becomes the first times the scale."""
+    def convert(
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        *,
+        scale: float = 1.0,
+        device_scale: Tensor | None = None,
+    ) -> None:
+        """Each pair's second tensor becomes the first times the scale, or both scales."""
         segments = (_Segment * len(pairs))(
             *(_Segment(_pointer(a), _pointer(b), a.numel(), _dtype(a), _dtype(b)) for a, b in pairs)
         )
-        descriptor = _Convert(segments, len(pairs), scale)
+        descriptor = _Convert(segments, len(pairs), scale, _pointer(device_scale))
         self._call("convert", descriptor, pairs[0][1].device)
 
     def adam(

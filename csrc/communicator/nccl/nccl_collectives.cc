@@ -165,6 +165,8 @@ class Enqueuing {
     const bool converts = settings_.has_kernels() && is_converted(call_.op, call_.dtype, has_wire);
     // NCCL scatters equal blocks only.
     const bool is_ragged = call_.kind == OpKind::kReduceScatter && call_.inputs.is_ragged();
+    PYDIST_CHECK(call_.device_factor == nullptr ||
+                 (converts && !is_ragged && reduction && !settings_.pins_ring));
     if (settings_.pins_ring || !reduction || (converts && is_ragged)) {
       reduce_on_ring(group_, *settings_.kernels, call_);
     } else if (converts) {
@@ -248,7 +250,8 @@ class Enqueuing {
       for (int i = 0; i < blocks; ++i) {
         convert(call_.inputs[i].data + begin * bytes_, call_.dtype,
                 scratch + static_cast<std::size_t>(i) * stride, type, count,
-                mean.factor * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0));
+                mean.factor * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0),
+                call_.device_factor);
       }
       std::byte* const result =
           scratch + (scatters ? static_cast<std::size_t>(group_.rank()) * stride : 0);
@@ -265,14 +268,15 @@ class Enqueuing {
   }
 
   void convert(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
-               std::size_t count, double scale) {
+               std::size_t count, double scale, const double* device_scale) {
     // Complex numbers are pairs of reals to a real factor.
     if (is_complex(from_dtype)) {
       from_dtype = to_dtype = from_dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
       count *= 2;
     }
     const PydistCudaSegment segment{from, to, count, from_dtype, to_dtype};
-    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale}, group_.stream());
+    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale, device_scale},
+                               group_.stream());
   }
 
   // A sum becomes the result: divided where the operator is a mean, and in the call's type.

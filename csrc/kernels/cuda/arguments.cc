@@ -236,8 +236,14 @@ std::string fault_in(const PydistCudaReduce& reduce) {
 }
 
 std::string fault_in(const PydistCudaConvert& convert) {
-  const bool scales = convert.scale != 1.0;
+  const bool scales = convert.scale != 1.0 || convert.device_scale != nullptr;
   return first_of([&] { return fault_in_segments(convert.segments, convert.segment_count); },
+                  [&] {
+                    return convert.device_scale == nullptr
+                               ? std::string()
+                               : fault_in_buffer("the scale on the device", convert.device_scale,
+                                                 1, sizeof(double));
+                  },
                   [&] {
                     return fault_in_each(convert.segments, convert.segment_count,
                                          [&](const PydistCudaSegment& segment) {

@@ -23,6 +23,7 @@ struct ConvertSegment {
 
 struct ConvertShared {
   double scale;
+  const double* device_scale;  // null for none
   bool scales;
 };
 
@@ -30,7 +31,9 @@ struct Convert {
   using Params = SegmentTable<ConvertSegment, ConvertShared>;
 
   static PYDIST_DEVICE void run(const Params& params, Place place) {
-    const double scale = params.shared.scale;
+    const bool is_given_here = params.shared.device_scale != nullptr;
+    const double given = is_given_here ? *params.shared.device_scale : 1.0;
+    const double scale = params.shared.scale * given;
     PYDIST_NO_UNROLL
     for (auto tile = static_cast<std::uint32_t>(place.block); tile < params.tiles;
          tile += static_cast<std::uint32_t>(place.blocks)) {
@@ -38,7 +41,9 @@ struct Convert {
       const std::uint64_t first = std::uint64_t{tile - segment.first_tile} * kTileElements;
       const std::uint64_t left = segment.count - first;
       const unsigned count = left < kTileElements ? static_cast<unsigned>(left) : kTileElements;
-      if (segment.copied_bytes != 0) {
+      if (given == 0) {
+        clear(segment, first, count, place.thread);
+      } else if (segment.copied_bytes != 0) {
         copy(segment, first, count, place.thread);
       } else if (segment.from_dtype == DType::kFloat64 || segment.to_dtype == DType::kFloat64) {
         convert<double>(segment, first, count, params.shared.scales, scale, place.thread);
@@ -122,6 +127,15 @@ struct Convert {
     }
   }
 
+  static PYDIST_DEVICE void clear(const ConvertSegment& segment, std::uint64_t first,
+                                  unsigned count, unsigned thread) {
+    const float zero[1] = {};
+    PYDIST_NO_UNROLL
+    for (unsigned element = thread; element < count; element += kBlockThreads) {
+      store_group<1>(segment.to, first + element, segment.to_dtype, zero);
+    }
+  }
+
   // Whatever the elements are: bytes, as many at a time as both buffers are aligned to.
   static PYDIST_DEVICE void copy(const ConvertSegment& segment, std::uint64_t first, unsigned count,
                                  unsigned thread) {
@@ -199,7 +213,8 @@ int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
   }
   Convert::Params table = {};
   table.shared.scale = convert->scale;
-  table.shared.scales = convert->scale != 1.0;
+  table.shared.device_scale = convert->device_scale;
+  table.shared.scales = convert->scale != 1.0 || convert->device_scale != nullptr;
   return for_each_table(
       convert->segments, convert->segment_count, table,
       [&](const PydistCudaSegment& given) {

@@ -27,7 +27,7 @@
 #include "base/reduce_op.h"
 
 // Raised with every change of this header that an older caller or library would not understand.
-#define PYDIST_CUDA_ABI_VERSION 3
+#define PYDIST_CUDA_ABI_VERSION 4
 
 // The functions in the order of their declaration, for what treats them alike.
 #define PYDIST_CUDA_FUNCTIONS(apply)                                                          \
@@ -106,6 +106,9 @@ struct PydistCudaConvert {
   const PydistCudaSegment* segments;  // on the host
   std::uint64_t segment_count;
   double scale;  // 1 for none
+  // On the device, where it is read as the kernel runs: a further factor. Where that is 0, whatever
+  // `from` holds becomes 0, NaN too. Null for none.
+  const double* device_scale = nullptr;
 };
 
 int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream);

@@ -123,7 +123,7 @@ void adopt(const GradientSlot& slot) {
   expose(slot);
 }
 
-at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor) {
+at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, const Factor& factor) {
   if (!has_place(slot) || !slot.is_bound || slot.landing != 0 || !gradient.defined() ||
       slot.parameter.grad().defined() || c10::GradMode::is_enabled() ||
       gradient.layout() != at::kStrided || gradient.device() != slot.view.device() ||
@@ -132,22 +132,15 @@ at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double fac
   }
   // Nothing here is for autograd, which would take as long as the rest.
   const at::AutoDispatchBelowADInplaceOrView guard;
-  if (factor == 1.0) {
-    slot.view.copy_(gradient);
-  } else if (factor == 0.0) {
+  if (factor.on_device || factor.number == 1.0) {
+    slot.view.copy_(scaled(gradient, factor));
+  } else if (factor.number == 0.0) {
     slot.view.zero_();
   } else {
     at::Tensor view = slot.view;
-    at::mul_out(view, gradient, at::scalar_tensor(factor, at::kDouble));
+    at::mul_out(view, gradient, at::scalar_tensor(factor.number, at::kDouble));
   }
   return slot.view.variable_data();
-}
-
-at::Tensor scaled(const at::Tensor& gradient, double factor) {
-  if (!gradient.defined() || factor == 1.0) {
-    return gradient;
-  }
-  return factor == 0.0 ? at::zeros_like(gradient) : gradient.mul(factor);
 }
 
 bool is_averaged(const GradientSlot& slot) {

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "reducer/gradients/factor.h"
+
 namespace pydist {
 
 struct GradientSlot {
@@ -115,10 +117,8 @@ void adopt(const GradientSlot& slot);
 // Copies `factor` times a gradient that is about to become `parameter.grad` into the slot, and
 // returns an alias of the slot, which AccumulateGrad takes over instead of making a copy. Where
 // that cannot be done, returns `factor` times `gradient`; adopt() does the rest then.
-[[nodiscard]] at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, double factor);
-
-// `factor` times a gradient. Zero times anything is zero.
-[[nodiscard]] at::Tensor scaled(const at::Tensor& gradient, double factor);
+[[nodiscard]] at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient,
+                              const Factor& factor);
 
 // Whether `parameter.grad` is what an earlier round has left, scaled or clipped perhaps.
 [[nodiscard]] bool is_averaged(const GradientSlot& slot);

@@ -34,10 +34,20 @@ void HookPolicy::adapt(const GradientArena& arena) {
   }
 }
 
+Factor HookPolicy::times_divisor(Factor factor) const {
+  factor.number *= divisor_;
+  return factor;
+}
+
 void HookPolicy::prepare(const DepartingBucket& bucket, const Combination& combination) {
   if (combination.op == ReduceOp::kPremulSum) {
     at::Tensor memory = bucket.memory;
-    memory.mul_(combination.factor * divisor_);
+    const Factor factor = times_divisor(combination.factor);
+    if (factor.on_device) {
+      memory.copy_(scaled(memory, factor));
+    } else {
+      memory.mul_(factor.number);
+    }
   }
 }
 
@@ -61,7 +71,7 @@ at::Tensor HookPolicy::reduce_sparse(const GradientSlot& slot, const at::Tensor&
     return gradient;
   }
   const at::Tensor memory = combination.op == ReduceOp::kPremulSum
-                                ? scaled(gradient, combination.factor * divisor_)
+                                ? scaled(gradient, times_divisor(combination.factor))
                                 : gradient;
   // Every bucket that has left before has made a promise.
   c10d::GradBucket seen(promises_.size(), bucket_count(), memory, {}, {}, {}, {slot.parameter},

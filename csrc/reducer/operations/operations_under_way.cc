@@ -9,7 +9,8 @@
 namespace pydist {
 
 WorkPtr OperationsUnderWay::submit(Operation operation, const at::Tensor& input,
-                                   const at::Tensor& output, std::string label) {
+                                   const at::Tensor& output, std::string label,
+                                   const at::Tensor& device_factor) {
   DenseTensors tensors(*communicator_, DenseTensors::Lifetime::kHeld);
   operation.label = std::move(label);
   if (input.defined()) {
@@ -17,6 +18,9 @@ WorkPtr OperationsUnderWay::submit(Operation operation, const at::Tensor& input,
   }
   if (output.defined()) {
     operation.outputs = {tensors.output(output)};
+  }
+  if (device_factor.defined()) {
+    operation.device_factor = static_cast<const double*>(tensors.input(device_factor).data);
   }
   tensors.attach_to(operation);
   const bool is_captured = tensors.is_captured();
@@ -32,11 +36,13 @@ WorkPtr OperationsUnderWay::combine(const Combination& combination, const at::Te
   Operation operation;
   operation.kind = shard.defined() ? OpKind::kReduceScatter : OpKind::kAllReduce;
   operation.op = combination.op;
-  operation.factor = combination.factor;
+  operation.factor = combination.factor.number;
   if (memory.scalar_type() == at::kFloat) {
     operation.wire_dtype = wire_dtype_;
   }
-  return submit(std::move(operation), memory, shard.defined() ? shard : memory, std::move(label));
+  const std::optional<DeviceNumber>& on_device = combination.factor.on_device;
+  return submit(std::move(operation), memory, shard.defined() ? shard : memory, std::move(label),
+                on_device ? on_device->here() : at::Tensor());
 }
 
 WorkPtr OperationsUnderWay::broadcast(const at::Tensor& memory, int root, std::string label) {

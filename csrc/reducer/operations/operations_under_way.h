@@ -19,7 +19,7 @@ namespace pydist {
 // How the gradients of all ranks are combined; every rank does the same.
 struct Combination {
   ReduceOp op = ReduceOp::kMean;
-  double factor = 1.0;  // kPremulSum: by what this rank's are multiplied
+  Factor factor{};  // kPremulSum: by what this rank's are multiplied
 };
 
 class OperationsUnderWay {
@@ -31,7 +31,7 @@ class OperationsUnderWay {
 
   // Tensors may be undefined where the operation has no input or no output.
   WorkPtr submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
-                 std::string label);
+                 std::string label, const at::Tensor& device_factor = {});
   // Combines gradients in place; or, where a `shard` is defined, into this rank's shard of them.
   WorkPtr combine(const Combination& combination, const at::Tensor& memory, const at::Tensor& shard,
                   std::string label);

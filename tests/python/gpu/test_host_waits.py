@@ -167,14 +167,14 @@ def test_checkpoints_take_nothing_of_the_gpu(tmp_path: Path) -> None:
         ("stage 1, clipped", []),
         ("stage 2", []),
         ("batch norm", []),
-        # The weight is a number of the host's, which tells the others.
+        # Without NCCL the weight is a number of the host's, which tells the others.
         ("weighted", ["aten::_local_scalar_dense"]),
         # The three layers' statistics travel by the host, forward and backward, but on NCCL.
         ("batch norm of all ranks", ["aten::copy_"] * 6),
     ],
 )
 def test_how_often_the_host_waits(backend: str, kind: str, waits: list[str]) -> None:
-    if backend == "nccl" and kind == "batch norm of all ranks":
+    if backend == "nccl":
         waits = []
     for found in run_ranks(train, 2, kind, env={"PYDIST_BACKEND": backend}, timeout=50):
         assert found.host_waits == waits
@@ -184,6 +184,7 @@ def test_how_often_the_host_waits(backend: str, kind: str, waits: list[str]) -> 
     ("kind", "directions", "beside", "communicators"),
     [
         ("attention", 1, 0, 2),  # the world's, and the wrapper's
+        ("weighted", 1, 1, 2),  # the sum of the weights
         # Each layer's statistics, forward and backward, on a communicator of the layers'; and the
         # buffers that they have changed.
         ("batch norm of all ranks", 1, 7, 3),

@@ -197,6 +197,19 @@ TEST(CudaArguments, ConvertSaysWhichSegmentIsWrong) {
   EXPECT_EQ(fault(DType::kFloat16, DType::kBFloat16, address(0x1000), 1), "");
   expect_fault(fault_in(PydistCudaConvert{.segments = nullptr, .segment_count = 3, .scale = 1}),
                "the table of 3 segments is null");
+  const auto* const skewed = static_cast<const double*>(address(0x1004));
+  expect_fault(fault_in(PydistCudaConvert{
+                   .segments = nullptr, .segment_count = 0, .scale = 1, .device_scale = skewed}),
+               "the scale on the device at 0x1004 is not aligned");
+  const PydistCudaSegment whole[] = {{.from = address(0x1000),
+                                      .to = address(0x2000),
+                                      .count = 4,
+                                      .from_dtype = DType::kInt64,
+                                      .to_dtype = DType::kInt64}};
+  const auto* const there = static_cast<const double*>(address(0x1008));
+  expect_fault(fault_in(PydistCudaConvert{
+                   .segments = whole, .segment_count = 1, .scale = 1, .device_scale = there}),
+               "int64 elements can be copied but not scaled");
 }
 
 TEST(CudaArguments, StepsNameTheirHyperparameters) {
