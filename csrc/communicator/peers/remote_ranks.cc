@@ -17,8 +17,10 @@ namespace pydist {
 namespace {
 
 constexpr std::chrono::nanoseconds kBetweenRefreshes = std::chrono::milliseconds(100);
-// How long a rank that leaves waits for connections by which something is to go.
-constexpr std::chrono::seconds kDialPatience{1};
+// How long a rank that leaves waits for connections by which something is to go: as long as a
+// process may take to answer, or less where it does not listen any more.
+constexpr std::chrono::seconds kDialPatience{10};
+constexpr std::chrono::seconds kRefusedPatience{1};
 constexpr std::chrono::milliseconds kDialLook{1};
 
 }  // namespace
@@ -223,10 +225,14 @@ void RemoteRanks::send_departure() {
 // A small message is sent, as far as its sender is concerned, once it waits for its connection.
 void RemoteRanks::await_dialled() const {
   const Deadline patience = Deadline::in(kDialPatience);
+  const Deadline refused = Deadline::in(kRefusedPatience);
+  const auto is_hopeless = [&](const Link& link) {
+    return patience.has_passed() || (refused.has_passed() && !node_->hindrance(link).empty());
+  };
   for (const PeerPtr& peer : peers_) {
     const LinkPtr& its_link = peer->link;
     while (its_link && !its_link->is_up() && !its_link->is_lost() && its_link->has_to_send() &&
-           !segment_.failure().is_set() && !patience.has_passed()) {
+           !segment_.failure().is_set() && !is_hopeless(*its_link)) {
       std::this_thread::sleep_for(kDialLook);
     }
   }

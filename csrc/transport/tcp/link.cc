@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "transport/tcp/sockets.h"
 
 namespace pydist {
 namespace {
@@ -175,6 +176,18 @@ void Link::flush() {
   }
 }
 
+std::size_t Link::untaken_bytes() {
+  std::size_t bytes = 0;
+  const auto add = [&bytes](const OutgoingFrame& frame) { bytes += frame.bytes() - frame.done; };
+  const std::lock_guard lock(mutex_);
+  std::for_each(segments_.begin(), segments_.end(), add);
+  for (const Lane& lane : lanes_) {
+    std::for_each(lane.frames.begin(), lane.frames.end(), add);
+    bytes += unacknowledged_bytes(lane.socket->fd());
+  }
+  return bytes;
+}
+
 void Link::release_segments(std::uint64_t group) {
   const auto release = [group](OutgoingFrame& frame) {
     if (frame.header.group == group && frame.written != nullptr) {
@@ -209,6 +222,10 @@ bool Link::receive(const FramedSocket::SinkOf& sink_of) {
   bool has_come = false;
   for (const std::unique_ptr<FramedSocket>& socket : sockets_) {
     has_come = socket->receive(sink_of) || has_come;
+  }
+  if (has_come && std::none_of(sockets_.begin(), sockets_.end(),
+                               [](const auto& socket) { return socket->has_ended(); })) {
+    last_words_.reset();  // nothing can be sent any more, and there is more to read
   }
   return has_come;
 }

@@ -68,6 +68,8 @@ class Link {
   }
   // Sends what can be sent.
   void flush();
+  // Bytes that the other end's system has not got, of what was sent.
+  [[nodiscard]] std::size_t untaken_bytes();
   // Reads what has come over all connections; returns whether anything did.
   bool receive(const FramedSocket::SinkOf& sink_of);
   // Whether it is over, and why: nothing as long as anything may come. The connections of a process

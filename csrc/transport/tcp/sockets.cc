@@ -1,7 +1,9 @@
 #include "transport/tcp/sockets.h"
 
+#include <linux/sockios.h>
 #include <netinet/tcp.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 #include <sys/socket.h>
 
 #include <array>
@@ -112,6 +114,11 @@ bool has_no_answer(int socket) noexcept {
   socklen_t bytes = sizeof info;
   return ::getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &bytes) == 0 &&
          info.tcpi_unacked != 0 && info.tcpi_last_ack_recv > kUnacknowledged.count();
+}
+
+std::size_t unacknowledged_bytes(int socket) noexcept {
+  int bytes = 0;
+  return ::ioctl(socket, SIOCOUTQ, &bytes) == 0 ? static_cast<std::size_t>(bytes) : 0;
 }
 
 FileDescriptor accept_one(int listener) noexcept {

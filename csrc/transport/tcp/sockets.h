@@ -4,6 +4,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <string>
 
@@ -18,6 +19,8 @@ namespace pydist {
 // while that process has no room for more, would take it for lost.
 inline constexpr std::chrono::milliseconds kUnacknowledged{8'000};
 [[nodiscard]] bool has_no_answer(int socket) noexcept;
+// How many have been written and are not acknowledged.
+[[nodiscard]] std::size_t unacknowledged_bytes(int socket) noexcept;
 
 // Listens on all addresses of this host, on the first free port of the range. Throws TransportError
 // where none is free, or the system gives no socket.

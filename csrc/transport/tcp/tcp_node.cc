@@ -23,7 +23,7 @@ namespace {
 constexpr int kLook_ms = 1;
 // The same for deadlines and signs of life.
 constexpr std::chrono::milliseconds kBeat{500};
-// How long the end waits until what was sent has been taken.
+// How long the end waits for the other ends, which have got all, to close their connections too.
 constexpr std::chrono::milliseconds kFarewell{1'000};
 // Up to so many links it is quicker to look at each than to ask which has something.
 constexpr std::size_t kFewLinks = 2;
@@ -218,19 +218,35 @@ void TcpNode::run() {
   // Everybody is to have the goodbye, and all that was sent before.
   const std::lock_guard lock(mutex_);
   tell_all(FrameKind::kGoodbye);
-  const Deadline deadline = Deadline::in(kFarewell);
-  const auto waits = [](const LinkPtr& link) { return link->is_up() && link->has_to_send(); };
-  while (std::any_of(links_.begin(), links_.end(), waits) && !deadline.has_passed()) {
-    serve_frames();
-    ::poll(nullptr, 0, kLook_ms);
-  }
+  await_taken();
   for (const LinkPtr& link : links_) {
     link->finish_writing();
   }
-  // To close a connection before all has been read would take back what has been sent.
+  const Deadline deadline = Deadline::in(kFarewell);
   const auto is_open = [](const LinkPtr& link) { return link->is_up(); };
   while (std::any_of(links_.begin(), links_.end(), is_open) && !deadline.has_passed()) {
     serve_frames();
+    ::poll(nullptr, 0, kLook_ms);
+  }
+}
+
+// A connection that is closed while something has come that nobody has read takes back what the
+// other end's system has not got. That may lack the room, where its process is slow to read.
+void TcpNode::await_taken() {
+  std::size_t before = 0;
+  Deadline patience = Deadline::in(kUnacknowledged);
+  while (!patience.has_passed()) {
+    serve_frames();
+    std::size_t untaken = 0;
+    for (const LinkPtr& link : links_) {
+      untaken += link->is_up() ? link->untaken_bytes() : 0;
+    }
+    if (untaken == 0) {
+      return;
+    }
+    if (std::exchange(before, untaken) != untaken) {
+      patience = Deadline::in(kUnacknowledged);
+    }
     ::poll(nullptr, 0, kLook_ms);
   }
 }

@@ -142,6 +142,7 @@ class TcpNode {
   void tell_all(FrameKind kind);
   // With mutex_.
   bool serve_frames();
+  void await_taken();
   void lose_silent_links();
   void watch(const Link& link);
   void lose(Known& known, const std::string& why);

@@ -43,6 +43,7 @@ class CountingSink final : public FrameSink {
     return bytes_.data();
   }
   void take(const FrameHeader& header, const std::byte*, std::uint64_t) override {
+    std::this_thread::sleep_for(nap.exchange(std::chrono::milliseconds(0)));
     bytes += header.bytes;
     highest.store(header.number);
     ++frames;
@@ -53,6 +54,7 @@ class CountingSink final : public FrameSink {
   std::atomic<std::uint64_t> bytes{0};
   std::atomic<std::uint64_t> highest{0};
   std::atomic<int> losses{0};
+  std::atomic<std::chrono::milliseconds> nap{std::chrono::milliseconds(0)};  // before the next one
 
  private:
   std::vector<std::byte> bytes_;
@@ -253,6 +255,21 @@ TEST(TcpNodeTest, StopDeliversWhatWasSentAndSaysGoodbye) {
     pair.one.send(1);  // nobody takes it
     pair.one.node.stop();
   }
+}
+
+TEST(TcpNodeTest, StopWaitsForAPeerThatIsSlowToRead) {
+  Stations pair;
+  pair.connect();
+  pair.other.sink.nap = std::chrono::milliseconds(2'500);
+  for (std::uint64_t number = 1; number <= 100; ++number) {
+    pair.one.send(number, 100'000);
+    pair.other.send(number, 100'000);
+  }
+  pair.one.node.stop();
+  ASSERT_TRUE(eventually([&] { return pair.other.is_lost.load(); }));
+  EXPECT_EQ(pair.other.loss(), "");
+  EXPECT_EQ(pair.other.sink.bytes, 10'000'000u);
+  EXPECT_GE(pair.other.process_sink.frames, 1u);
 }
 
 TEST(TcpNodeTest, APeerThatVanishesIsLost) {
