@@ -28,6 +28,7 @@
 //   stray       an all-reduce outlives its abort until fake_nccl_end_strays(), and writes then
 //   slow_abort  the abort takes a second (as hang_abort)
 //   no_register  memory is refused (as hang_abort)
+//   split_fail  a split returns an error       split_hang  never ends, on no rank (as hang_abort)
 
 #include "nccl.h"
 

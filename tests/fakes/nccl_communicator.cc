@@ -259,12 +259,15 @@ int ncclCommSplit(void* parent, int color, int key, void** child, void* config) 
   if (const Result refusal = refusal_of(*comm); refusal != kSuccess) {
     return refusal;
   }
+  if (has_fault(*comm, "split_fail", false)) {
+    return kSystemError;
+  }
   *child = nullptr;
   Split& split = comm->shared->splits[comm->splits++];
   split.colors[comm->rank] = color;
   split.keys[comm->rank] = key;
   comm->child = child;
-  ++split.arrived;
+  split.arrived += has_fault(*comm, "split_hang", false) ? 0 : 1;
   if (comm->is_blocking) {
     wait_for(*comm, [&comm] { return state_of(*comm) != kInProgress; });
   }

@@ -154,5 +154,43 @@ TEST(NcclSplit, NamesTheRankThatDoesNotCome) {
   run_ranks(2, body, environment);
 }
 
+// What every rank gets of a split that one of them breaks off.
+std::vector<ErrorDescription> errors_of_split(const char* faults, milliseconds timeout) {
+  use_fake_cuda();
+  const FakeFault fault(faults);
+  const Environment environment = with_timeout_of(timeout);
+  std::vector<ErrorDescription> errors(2);
+  const auto body = [&](RankOfTest& self) {
+    const NcclRank rank(self, environment);
+    rank.group->run(barrier());
+    ErrorDescription& error = errors[static_cast<std::size_t>(self.rank)];
+    error = error_of([&] { static_cast<void>(rank.group->split({0, 1})); });
+    // The parent is in the middle of something, for good.
+    std::vector<float> values(10, 1.0F);
+    const std::string later =
+        error_of([&] { rank.group->submit(rank.all_reduce(values))->wait(); }).message;
+    EXPECT_TRUE(contains(later, "splitting off the group")) << later;
+    rank.group->shutdown();
+  };
+  run_ranks(2, body, environment);
+  return errors;
+}
+
+// NCCL refuses on one rank, while the other waits for it within the split.
+TEST(NcclSplit, IsBrokenOffOnAllRanksWhereOneCannot) {
+  for (const ErrorDescription& error : errors_of_split("split_fail:1:0", milliseconds(20'000))) {
+    EXPECT_EQ(error.kind, ErrorKind::kTransport) << error.message;
+    EXPECT_TRUE(contains(error.message, "splitting off the group")) << error.message;
+    EXPECT_EQ(error.blame.ranks, std::vector<int>{1}) << error.message;
+  }
+}
+
+// NCCL itself never ends it.
+TEST(NcclSplit, EndsWithItsTime) {
+  for (const ErrorDescription& error : errors_of_split("split_hang:1:0", milliseconds(1'500))) {
+    EXPECT_TRUE(contains(error.message, "timed out: splitting off the group")) << error.message;
+  }
+}
+
 }  // namespace
 }  // namespace pydist::testing
