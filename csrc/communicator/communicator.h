@@ -59,7 +59,8 @@ struct Capabilities {
   bool ragged = false;  // blocks of different sizes in all_gather, gather and all_to_all
   // Operations on devices need this rank's host while they run, so no CUDA graph can hold them.
   bool needs_host = false;
-  // Operations take Operation::device_factor.
+  // Operations take Operation::device_factor, which the kernels read that convert for NCCL: NCCL
+  // itself would take it in the elements' type, which may have 8 bits, and the ring has others.
   bool takes_device_factors = false;
   // What joining has taken of the device's memory.
   std::size_t device_bytes = 0;

@@ -364,17 +364,6 @@ void Reducer::enter(Backward& backward) {
   }
 }
 
-std::optional<Device> Reducer::device_of_weights() const {
-  const std::optional<Device> device = arena_.device();
-  const auto is_elsewhere = [&device](const GradientSlot& slot) {
-    return slot.parameter.device() != torch_device(*device);
-  };
-  const std::vector<GradientSlot>& slots = arena_.slots();
-  const bool can_stay = device && communicator_->capabilities().takes_device_factors &&
-                        std::none_of(slots.begin(), slots.end(), is_elsewhere);
-  return can_stay ? device : std::nullopt;
-}
-
 // For a backward that has begun from a forward that averages nothing, and comes to one that does.
 // What has arrived before then leaves at its end.
 void Reducer::let_average(Backward& backward) {

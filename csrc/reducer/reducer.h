@@ -96,7 +96,7 @@
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"
 #include "reducer/timeline.h"
-#include "reducer/weights.h"
+#include "reducer/gradients/weights.h"
 
 namespace c10d {
 class CommHookInterface;

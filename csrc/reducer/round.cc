@@ -80,65 +80,6 @@ void Reducer::open_round() {
   }
 }
 
-// A rank that counts by share, or has no gradients of its own, needs the openings of all ranks
-// before it can launch anything. It does not wait for them within backward, see
-// end_of_several_reducers.h: buckets that can't leave yet leave when all ranks have opened the
-// round.
-bool Reducer::may_launch() {
-  if (round_.opening == nullptr) {
-    open_round();
-  }
-  if (!round_.combination && round_.opening->is_completed()) {
-    decide_combination();
-  }
-  return round_.combination.has_value();
-}
-
-// Waits for all openings.
-void Reducer::decide_combination() {
-  if (round_.combination) {
-    return;
-  }
-  round_.opening->wait();
-  bool is_by_share = false;
-  bool is_as_one = false;
-  bool is_on_device = false;
-  for (int rank = 0; rank < communicator_->size(); ++rank) {
-    const Opening opening = openings_.of(rank);
-    is_by_share = is_by_share || opening.mode == Opening::Mode::kByShare;
-    is_as_one = is_as_one || opening.mode == Opening::Mode::kAsOne;
-    is_on_device = is_on_device || opening.has_share_on_device;
-    round_.is_bare = round_.is_bare || (opening.is_present && opening.is_bare);
-  }
-  // Ranks that count as one have launched without waiting. If they meet ranks that count by share,
-  // there is no mean, but all ranks have done the same operations, and why_worthless() says so on
-  // all of them.
-  if (is_as_one || !is_by_share) {
-    round_.combination = {options_.sums ? ReduceOp::kSum : ReduceOp::kMean};
-    return;
-  }
-  if (is_on_device) {
-    round_.combination = combination_there();
-    return;
-  }
-  const double total = options_.sums ? 1.0 : openings_.total_share();
-  round_.combination = {ReduceOp::kPremulSum, weights_.share_of(total)};
-}
-
-// See Note [Weights on the device].
-Combination Reducer::combination_there() {
-  const double own = openings_.of(communicator_->rank()).share;
-  at::Tensor total = weights_.total_on(*arena_.device(), own);
-  if (options_.sums) {
-    total.fill_(1.0);  // nothing divides
-  } else {
-    const WorkPtr work =
-        operations_.submit({.kind = OpKind::kAllReduce}, total, total, "sum of the weights");
-    operations_.wait_for(*work);
-  }
-  return {ReduceOp::kPremulSum, weights_.share_of(total)};
-}
-
 void Reducer::launch(Closing::Status status) {
   const c10::AutoGradMode no_grad(false);
   const Instant began = now_ns();

@@ -128,8 +128,6 @@ class NcclCommunicator final : public Communicator {
     can.backend = "nccl";
     can.devices = {Device{}, Device{DeviceType::kCuda, options_.device}};
     can.needs_host = false;
-    // NCCL's own multiplication takes factors of the elements' type, which may have 8 bits; and the
-    // ring has a factor for each step.
     can.takes_device_factors = settings_.has_kernels() && !settings_.pins_ring;
     can.device_bytes = group_->device_bytes();
     if (!settings_.has_kernels()) {

@@ -103,14 +103,14 @@ TEST(AllocationHeapTest, RepeatedPatternsReserveNothingMore) {
   const auto step = [&heap](int turn) {
     std::vector<HeapBlock> blocks;
     for (int i = 0; i < 40; ++i) {
-      // Sizes that are not the same in each turn.
+      // Sizes that are not the same in each turn, for 50 turns.
       blocks.emplace_back(*heap,
                           kMiB / 2 + static_cast<std::size_t>((turn * 31 + i * 17) % 50) * 20'000);
       ASSERT_NE(blocks.back().data(), nullptr);
     }
   };
   step(0);
-  for (int turn = 0; turn < 1000; ++turn) {
+  for (int turn = 0; turn < 150; ++turn) {
     step(turn);
   }
   // In use are at most 60 MiB at a time.

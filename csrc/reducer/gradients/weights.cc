@@ -1,4 +1,4 @@
-#include "reducer/weights.h"
+#include "reducer/gradients/weights.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
