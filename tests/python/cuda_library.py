@@ -220,7 +220,6 @@ class CudaLibrary:
     def convert(
         self,
         pairs: Sequence[tuple[Tensor, Tensor]],
-        *,
         scale: float = 1.0,
         device_scale: Tensor | None = None,
     ) -> None:
