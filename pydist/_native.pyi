@@ -526,6 +526,11 @@ class Reducer:
         (label, bytes, indices of parameters), in the order of launching.
         """
     @property
+    def device_of_weights(self) -> str | None:
+        """
+        Where weights stay that a GPU computes; None: the host reads them.
+        """
+    @property
     def enabled(self) -> bool:
         """
         Whether backwards from forwards that end from now on are synchronised.
@@ -562,6 +567,11 @@ class Reducer:
     def holding(self, arg1: bool) -> None:
         ...
     @property
+    def is_capturing(self) -> bool:
+        """
+        Whether what backward does now is captured into a CUDA graph.
+        """
+    @property
     def is_held(self) -> bool:
         """
         Whether a round is held. A forward with gradients enabled, or whatever else begins before conclude_held(), gives it up.
@@ -570,11 +580,6 @@ class Reducer:
     def is_in_backward(self) -> bool:
         """
         Whether a backward that synchronises is under way.
-        """
-    @property
-    def keeps_weights_on_device(self) -> bool:
-        """
-        Whether the host does not read weights that a GPU computes.
         """
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -602,7 +607,7 @@ class Reducer:
     @property
     def weight(self) -> float | torch.Tensor | None:
         """
-        What backwards that begin from now on count for: a number, or, where keeps_weights_on_device, a float64 tensor there, without dimensions, of not a number where it is not a weight; None: each rank as one.
+        What backwards that begin from now on count for: a number, or a float64 tensor without dimensions on `device_of_weights`, NaN where it is no weight; None: each rank as one.
         """
     @weight.setter
     def weight(self, arg1: torch.Tensor | typing.SupportsFloat | typing.SupportsIndex | None) -> None:

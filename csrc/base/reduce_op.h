@@ -23,6 +23,13 @@ enum class ReduceOp : std::uint8_t {
   kPremulSum,  // each rank's input is multiplied by that rank's factor, then summed
 };
 
+// A factor of kPremulSum on a device: the numerator divided by the denominator. Where either is 0,
+// its rank counts as zeros, even where its elements are NaN.
+struct DeviceFactor {
+  const double* numerator = nullptr;    // null: there is no such factor
+  const double* denominator = nullptr;  // null: 1
+};
+
 inline constexpr int kReduceOpCount = 9;
 
 inline constexpr std::array<std::string_view, kReduceOpCount> kReduceOpNames = {

@@ -8,6 +8,7 @@
 
 #include "base/env.h"
 #include "bindings/bindings.h"
+#include "c10d/device_streams.h"
 
 namespace pydist {
 namespace {
@@ -336,7 +337,7 @@ void bind_reducer(py::module_& module) {
             }
             const auto* const number = std::get_if<double>(&*weight);
             return number != nullptr ? std::variant<double, at::Tensor>(*number)
-                                     : std::get<DeviceNumber>(*weight).here();
+                                     : std::get<DeviceNumber>(*weight).on_current_stream();
           },
           [](Reducer& self, const std::optional<std::variant<at::Tensor, double>>& weight) {
             if (!weight) {
@@ -344,16 +345,24 @@ void bind_reducer(py::module_& module) {
             } else if (const auto* const number = std::get_if<double>(&*weight)) {
               self.set_weight(*number);
             } else {
-              self.set_weight(DeviceNumber(std::get<at::Tensor>(*weight)));
+              const at::Tensor& there = std::get<at::Tensor>(*weight);
+              if (!there.is_cuda() || there.scalar_type() != at::kDouble || there.dim() != 0) {
+                throw InvalidUsage("a weight on a device is a float64 tensor without dimensions");
+              }
+              self.set_weight(DeviceNumber(there));
             }
           },
-          "What backwards that begin from now on count for: a number, or, where "
-          "keeps_weights_on_device, a float64 tensor there, without dimensions, of not a number "
-          "where it is not a weight; None: each rank as one.")
+          "What backwards that begin from now on count for: a number, or a float64 tensor without "
+          "dimensions on `device_of_weights`, NaN where it is no weight; None: each rank as one.")
       .def_property_readonly(
-          "keeps_weights_on_device",
-          [](const Reducer& self) { return self.device_of_weights().has_value(); },
-          "Whether the host does not read weights that a GPU computes.")
+          "device_of_weights",
+          [](const Reducer& self) -> std::optional<std::string> {
+            const std::optional<Device> device = self.device_of_weights();
+            return device ? std::optional(torch_device(*device).str()) : std::nullopt;
+          },
+          "Where weights stay that a GPU computes; None: the host reads them.")
+      .def_property_readonly("is_capturing", &Reducer::is_capturing,
+                             "Whether what backward does now is captured into a CUDA graph.")
       .def_property("holding", &Reducer::is_holding, &Reducer::set_holding,
                     "Whether backwards that end from now on hold their rounds: they return before "
                     "gradients are averaged, and conclude_held() does the rest.")

@@ -72,7 +72,7 @@ struct Call {
   // Elements of the buffer for all_reduce, broadcast and reduce; of one block for the kinds that
   // have blocks, where all of them are equal (otherwise of this rank's own).
   std::size_t count;
-  const double* device_factor = nullptr;  // see Operation
+  DeviceFactor device_factor{};  // see Operation
 
   // The blocks that this rank sends to `peer`, and receives from it, in gather, scatter and
   // all_to_all. A block has no elements where no data moves.

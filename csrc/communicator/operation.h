@@ -52,10 +52,11 @@ struct Operation {
   std::uint64_t tag = 0;
   // kPremulSum: this rank's factor.
   double factor = 1.0;
-  // kPremulSum of floating point on a device, where Capabilities::takes_device_factors: a further
-  // factor, on that device, which is read in the order of `stream`. Where it is 0, this rank counts
-  // as zeros, even where its elements are NaN. The caller keeps it as it keeps buffers.
-  const double* device_factor = nullptr;
+  // kPremulSum of floating point on a device, where Capabilities::takes_device_factors: further
+  // numbers on that device. They are read when the operation runs: after what `stream` has been
+  // given, and after the group's operations before this one. The caller keeps them as it keeps
+  // buffers.
+  DeviceFactor device_factor{};
   // The type in which the elements travel between ranks, where it differs from the buffers' own:
   // see kWireDTypes. Every rank gives the same.
   std::optional<DType> wire_dtype{};

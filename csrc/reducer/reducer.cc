@@ -312,7 +312,9 @@ void Reducer::abandon(Backward& backward) noexcept {
   try {
     enter(backward);
   } catch (const std::exception&) {
-    return;  // a group that failed has told everybody already
+    if (communicator_->failure() != nullptr) {
+      return;  // it has told everybody already
+    }
   }
   give_up();
 }
@@ -357,10 +359,10 @@ void Reducer::enter(Backward& backward) {
   (backward.weight ? weights_.has_weighted : weights_.has_plain) = true;
   if (backward.weight) {
     const std::vector<GradientSlot>& slots = arena_.slots();
-    const bool leaves = backward.synchronizes &&
-                        std::none_of(slots.begin(), slots.end(),
-                                     [](const GradientSlot& slot) { return slot.is_sparse; });
-    backward.factor = weights_.count(*backward.weight, leaves, device_of_weights());
+    const bool is_alone = backward.synchronizes &&
+                          std::none_of(slots.begin(), slots.end(),
+                                       [](const GradientSlot& slot) { return slot.is_sparse; });
+    backward.factor = weights_.count(*backward.weight, is_alone, device_of_weights());
   }
 }
 

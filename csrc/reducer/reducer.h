@@ -90,13 +90,13 @@
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/gradients/gradient_arena.h"
+#include "reducer/gradients/weights.h"
 #include "reducer/link_speed.h"
 #include "reducer/operations/bucket_policy.h"
 #include "reducer/operations/operations_under_way.h"
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"
 #include "reducer/timeline.h"
-#include "reducer/gradients/weights.h"
 
 namespace c10d {
 class CommHookInterface;
@@ -244,6 +244,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] const std::optional<Weight>& weight() const noexcept { return weight_; }
   // Where weights stay, see Note [Weights on the device]; none: the host reads them.
   [[nodiscard]] std::optional<Device> device_of_weights() const;
+  // Whether the current stream is captured into a CUDA graph.
+  [[nodiscard]] bool is_capturing() const;
 
   // Whether rounds are held of backwards that end from now on; see Note [Held rounds].
   void set_holding(bool holding) noexcept { is_holding_ = holding; }
@@ -368,7 +370,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void say(Opening::Purpose purpose, std::uint64_t options);
   [[nodiscard]] bool may_launch();
   void decide_combination();
-  [[nodiscard]] Combination combination_there();
+  [[nodiscard]] Combination combination_on_device();
   void launch(Closing::Status status);
   [[nodiscard]] bool has_memory(std::size_t bucket);
   [[nodiscard]] bool keeps_averages() const;
@@ -398,7 +400,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void warn_of_buffers_root(int root);
   [[nodiscard]] ErrorDescription why_worthless() const;
   // See Note [Capture].
-  [[nodiscard]] bool is_capturing() const;
   void note_capture();
   [[nodiscard]] bool is_captured_by_some() const;
   [[nodiscard]] std::string why_not_captured() const;

@@ -46,11 +46,11 @@ void Reducer::decide_combination() {
     return;
   }
   if (is_on_device) {
-    round_.combination = combination_there();
+    round_.combination = combination_on_device();
     return;
   }
   const double total = options_.sums ? 1.0 : openings_.total_share();
-  round_.combination = {ReduceOp::kPremulSum, weights_.share_of(total)};
+  round_.combination = {ReduceOp::kPremulSum, total > 0 ? weights_.unit() / total : 0.0};
 }
 
 std::optional<Device> Reducer::device_of_weights() const {
@@ -59,23 +59,26 @@ std::optional<Device> Reducer::device_of_weights() const {
     return slot.parameter.device() != torch_device(*device);
   };
   const std::vector<GradientSlot>& slots = arena_.slots();
+  // A hook of the program would have to be given gradients that are multiplied already, for which
+  // the stream that computes would wait.
   const bool can_stay = device && communicator_->capabilities().takes_device_factors &&
+                        !policy_->is_of_program() &&
                         std::none_of(slots.begin(), slots.end(), is_elsewhere);
   return can_stay ? device : std::nullopt;
 }
 
 // See Note [Weights on the device].
-Combination Reducer::combination_there() {
-  const double own = openings_.of(communicator_->rank()).share;
-  at::Tensor total = weights_.total_on(*arena_.device(), own);
-  if (options_.sums) {
-    total.fill_(1.0);  // nothing divides
-  } else {
-    const WorkPtr work =
-        operations_.submit({.kind = OpKind::kAllReduce}, total, total, "sum of the weights");
-    operations_.wait_for(*work);
+Combination Reducer::combination_on_device() {
+  const Device device = *arena_.device();
+  DeviceShare share{weights_.unit_on(device), {}};
+  if (!options_.sums) {
+    const double own = openings_.of(communicator_->rank()).share;
+    share.total = weights_.total_on(device, own);
+    // Nobody waits for it here: the buckets come behind it, in the order of the group.
+    operations_.submit({.kind = OpKind::kAllReduce}, share.total, share.total,
+                       "sum of the weights");
   }
-  return {ReduceOp::kPremulSum, weights_.share_of(total)};
+  return {ReduceOp::kPremulSum, 1.0, std::move(share)};
 }
 
 }  // namespace pydist

@@ -36,15 +36,19 @@ void Reducer::give_up(Closing::Status status) noexcept {
     }
     // Nobody waits for these buckets: the other ranks have only recorded theirs too, or the closing
     // ends the group.
-    const bool is_recorded_only = round_.is_captured && !communicator_->capabilities().needs_host;
-    if (!round_.combination) {
-      // Decided without waiting for the others' openings. They come to the same operations, so all
+    const Capabilities can = communicator_->capabilities();
+    const bool is_recorded_only = round_.is_captured && !can.needs_host;
+    if (!round_.combination && can.takes_device_factors && !is_recorded_only) {
+      // Only the openings tell whether the others sum weights on their devices first.
+      decide_combination();
+    } else if (!round_.combination) {
+      // Decided without waiting for the others' openings. They come to the same operation, so all
       // ranks stay in step.
       const bool is_by_share = weights_.has_weighted || joining_ == Joining::kNotAtAll;
-      round_.combination = weights_.are_on_device() && !is_recorded_only ? combination_there()
-                           : is_by_share
-                               ? Combination{ReduceOp::kPremulSum, {0.0, std::nullopt}}
-                               : Combination{options_.sums ? ReduceOp::kSum : ReduceOp::kMean};
+      round_.combination = {is_by_share     ? ReduceOp::kPremulSum
+                            : options_.sums ? ReduceOp::kSum
+                                            : ReduceOp::kMean,
+                            0.0};
     }
     if (is_recorded_only) {
       round_.launched = arena_.buckets().size();

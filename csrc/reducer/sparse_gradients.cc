@@ -78,12 +78,17 @@ void Reducer::send_sparse() {
   if (hook_averages) {
     return;
   }
-  if (gradients.empty()) {
-    return;
+  const Combination& combination = *round_.combination;
+  double factor = combination.factor;
+  if (combination.share && !gradients.empty()) {
+    // The host waits for numbers of rows as well.
+    operations_.wait();
+    const at::Tensor& total = combination.share->total;
+    const double unit = combination.share->unit.on_current_stream().item<double>();
+    const double divisor = total.defined() ? total.item<double>() : 1.0;
+    factor = divisor == 0 ? 0.0 : unit / divisor;
   }
-  const auto& [op, factor] = *round_.combination;
-  const double number = factor.read();  // the number of rows is awaited too
-  for (WorkPtr& work : sparse_all_reduce(*communicator_, gradients, op, number,
+  for (WorkPtr& work : sparse_all_reduce(*communicator_, gradients, combination.op, factor,
                                          /*deadline=*/std::nullopt)) {
     operations_.add(std::move(work));
   }

@@ -38,18 +38,20 @@ class BackwardWeights:
             InvalidUsage: It is negative or not finite, or an earlier one was, which had stayed on a
                 GPU.
         """
-        self._look_back()
+        self.look_back(reducer)
+        device = reducer.device_of_weights
         if (
-            isinstance(weight, Tensor)
+            device is not None
+            and isinstance(weight, Tensor)
             and weight.is_cuda
             and weight.numel() == 1
             and not weight.is_complex()
-            and reducer.keeps_weights_on_device
         ):
             given = weight.detach().reshape(()).to(torch.float64)
             is_weight = (given >= 0) & given.isfinite()
-            number = torch.where(is_weight, given, torch.nan)
-            self._under_way.append(send_number(number))
+            number = torch.where(is_weight, given, torch.nan).to(device, non_blocking=True)
+            if not reducer.is_capturing:  # a replay would send nothing, and the step is refused
+                self._under_way.append(send_number(number))
             return number
         try:
             value = float(weight)
@@ -62,8 +64,11 @@ class BackwardWeights:
             )
         return value
 
-    def _look_back(self) -> None:
+    def look_back(self, reducer: _native.Reducer) -> None:
+        """Raises InvalidUsage where a weight that stayed on a GPU is known by now to be none."""
         late = self._under_way
+        if late and reducer.is_capturing:
+            return  # which forbids to ask
         while late and (late[0].has_come() or len(late) > _MOST_UNDER_WAY):
             if math.isnan(late.popleft().read()):
                 late.clear()

@@ -521,6 +521,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             )
         reducer = self._working_reducer
         if reducer is not None:
+            self._weights.look_back(reducer)
             reducer.prepare_forward(trains and self.module.training)
             if trains and self._buffer_sync is not None:
                 self._buffer_sync.before_forward(averages=reducer.enabled)

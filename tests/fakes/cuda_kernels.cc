@@ -157,8 +157,12 @@ int pydist_cuda_reduce(const PydistCudaReduce* reduce, void* stream) {
 int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
   const std::vector<PydistCudaSegment> segments(convert->segments,
                                                 convert->segments + convert->segment_count);
-  enqueue(stream, [segments, scale = convert->scale, on_device = convert->device_scale] {
-    const double given = on_device == nullptr ? 1.0 : *on_device;
+  enqueue(stream, [segments, scale = convert->scale, on_device = convert->device_scale,
+                   divisor = convert->device_divisor] {
+    const double divided_by = divisor == nullptr ? 1.0 : *divisor;
+    const double given = on_device == nullptr ? 1.0
+                         : divided_by == 0    ? 0.0
+                                              : *on_device / divided_by;
     for (const PydistCudaSegment& segment : segments) {
       if (given == 0) {
         std::memset(segment.to, 0, segment.count * element_size(segment.to_dtype));

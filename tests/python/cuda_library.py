@@ -83,6 +83,7 @@ class _Convert(Structure):
         ("segment_count", c_uint64),
         ("scale", c_double),
         ("device_scale", c_void_p),
+        ("device_divisor", c_void_p),
     )
 
 
@@ -222,12 +223,14 @@ class CudaLibrary:
         pairs: Sequence[tuple[Tensor, Tensor]],
         scale: float = 1.0,
         device_scale: Tensor | None = None,
+        device_divisor: Tensor | None = None,
     ) -> None:
-        """Each pair's second tensor becomes the first times the scale, or both scales."""
+        """Each pair's second tensor becomes the first times the scales, divided."""
         segments = (_Segment * len(pairs))(
             *(_Segment(_pointer(a), _pointer(b), a.numel(), _dtype(a), _dtype(b)) for a, b in pairs)
         )
-        descriptor = _Convert(segments, len(pairs), scale, _pointer(device_scale))
+        given = _pointer(device_scale), _pointer(device_divisor)
+        descriptor = _Convert(segments, len(pairs), scale, *given)
         self._call("convert", descriptor, pairs[0][1].device)
 
     def adam(

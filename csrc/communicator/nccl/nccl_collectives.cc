@@ -165,7 +165,7 @@ class Enqueuing {
     const bool converts = settings_.has_kernels() && is_converted(call_.op, call_.dtype, has_wire);
     // NCCL scatters equal blocks only.
     const bool is_ragged = call_.kind == OpKind::kReduceScatter && call_.inputs.is_ragged();
-    PYDIST_CHECK(call_.device_factor == nullptr ||
+    PYDIST_CHECK(call_.device_factor.numerator == nullptr ||
                  (converts && !is_ragged && reduction && !settings_.pins_ring));
     if (settings_.pins_ring || !reduction || (converts && is_ragged)) {
       reduce_on_ring(group_, *settings_.kernels, call_);
@@ -239,6 +239,14 @@ class Enqueuing {
     const ScaledMean mean = is_scaled_mean(call_.op, type)
                                 ? scaled_mean(group_.size())
                                 : ScaledMean{.divisor = static_cast<double>(group_.size())};
+    const double factor = mean.factor * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0);
+    if (call_.kind == OpKind::kAllReduce && type == call_.dtype) {
+      // Multiplied where the result goes, in one launch of NCCL's.
+      std::byte* const out = call_.outputs[0].data;
+      convert(call_.inputs[0].data, type, out, type, call_.count, factor);
+      reduce_with_nccl(reduction, out, out, call_.count);
+      return;
+    }
     const bool scatters = call_.kind == OpKind::kReduceScatter;
     const int blocks = scatters ? group_.size() : 1;
     const std::size_t most =
@@ -249,9 +257,7 @@ class Enqueuing {
       const std::size_t stride = count * element_size(type);
       for (int i = 0; i < blocks; ++i) {
         convert(call_.inputs[i].data + begin * bytes_, call_.dtype,
-                scratch + static_cast<std::size_t>(i) * stride, type, count,
-                mean.factor * (call_.op == ReduceOp::kPremulSum ? call_.factor : 1.0),
-                call_.device_factor);
+                scratch + static_cast<std::size_t>(i) * stride, type, count, factor);
       }
       std::byte* const result =
           scratch + (scatters ? static_cast<std::size_t>(group_.rank()) * stride : 0);
@@ -268,14 +274,15 @@ class Enqueuing {
   }
 
   void convert(const std::byte* from, DType from_dtype, std::byte* to, DType to_dtype,
-               std::size_t count, double scale, const double* device_scale) {
+               std::size_t count, double scale) {
     // Complex numbers are pairs of reals to a real factor.
     if (is_complex(from_dtype)) {
       from_dtype = to_dtype = from_dtype == DType::kComplex64 ? DType::kFloat32 : DType::kFloat64;
       count *= 2;
     }
     const PydistCudaSegment segment{from, to, count, from_dtype, to_dtype};
-    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale, device_scale},
+    settings_.kernels->convert(PydistCudaConvert{&segment, 1, scale, call_.device_factor.numerator,
+                                                 call_.device_factor.denominator},
                                group_.stream());
   }
 

@@ -235,15 +235,23 @@ std::string fault_in(const PydistCudaReduce& reduce) {
                   [&] { return fault_in_buffers(reduce); });
 }
 
+std::string fault_in_device_scale(const PydistCudaConvert& convert) {
+  if (convert.device_scale == nullptr) {
+    return convert.device_divisor == nullptr ? ""
+                                             : "a divisor on the device divides no scale there";
+  }
+  std::string fault =
+      fault_in_buffer("the scale on the device", convert.device_scale, 1, sizeof(double));
+  return !fault.empty() || convert.device_divisor == nullptr
+             ? fault
+             : fault_in_buffer("the divisor on the device", convert.device_divisor, 1,
+                               sizeof(double));
+}
+
 std::string fault_in(const PydistCudaConvert& convert) {
   const bool scales = convert.scale != 1.0 || convert.device_scale != nullptr;
   return first_of([&] { return fault_in_segments(convert.segments, convert.segment_count); },
-                  [&] {
-                    return convert.device_scale == nullptr
-                               ? std::string()
-                               : fault_in_buffer("the scale on the device", convert.device_scale,
-                                                 1, sizeof(double));
-                  },
+                  [&] { return fault_in_device_scale(convert); },
                   [&] {
                     return fault_in_each(convert.segments, convert.segment_count,
                                          [&](const PydistCudaSegment& segment) {

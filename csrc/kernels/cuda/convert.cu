@@ -23,7 +23,8 @@ struct ConvertSegment {
 
 struct ConvertShared {
   double scale;
-  const double* device_scale;  // null for none
+  const double* device_scale;    // null for none
+  const double* device_divisor;  // null for none
   bool scales;
 };
 
@@ -31,8 +32,7 @@ struct Convert {
   using Params = SegmentTable<ConvertSegment, ConvertShared>;
 
   static PYDIST_DEVICE void run(const Params& params, Place place) {
-    const bool is_given_here = params.shared.device_scale != nullptr;
-    const double given = is_given_here ? *params.shared.device_scale : 1.0;
+    const double given = given_scale(params.shared);
     const double scale = params.shared.scale * given;
     PYDIST_NO_UNROLL
     for (auto tile = static_cast<std::uint32_t>(place.block); tile < params.tiles;
@@ -55,6 +55,14 @@ struct Convert {
   }
 
  private:
+  static PYDIST_DEVICE double given_scale(const ConvertShared& shared) {
+    if (shared.device_scale == nullptr) {
+      return 1.0;
+    }
+    const double divisor = shared.device_divisor == nullptr ? 1.0 : *shared.device_divisor;
+    return divisor == 0 ? 0.0 : *shared.device_scale / divisor;
+  }
+
   template <typename Value>
   static PYDIST_DEVICE void convert(const ConvertSegment& segment, std::uint64_t first,
                                     unsigned count, bool scales, Value scale, unsigned thread) {
@@ -214,6 +222,7 @@ int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream) {
   Convert::Params table = {};
   table.shared.scale = convert->scale;
   table.shared.device_scale = convert->device_scale;
+  table.shared.device_divisor = convert->device_divisor;
   table.shared.scales = convert->scale != 1.0 || convert->device_scale != nullptr;
   return for_each_table(
       convert->segments, convert->segment_count, table,

@@ -106,9 +106,11 @@ struct PydistCudaConvert {
   const PydistCudaSegment* segments;  // on the host
   std::uint64_t segment_count;
   double scale;  // 1 for none
-  // On the device, where it is read as the kernel runs: a further factor. Where that is 0, whatever
-  // `from` holds becomes 0, NaN too. Null for none.
+  // On the device, where they are read as the kernel runs: a further factor, and by what that is
+  // divided. Where either is 0, whatever `from` holds becomes 0, NaN too. Null for none; there is
+  // no divisor without a factor.
   const double* device_scale = nullptr;
+  const double* device_divisor = nullptr;
 };
 
 int pydist_cuda_convert(const PydistCudaConvert* convert, void* stream);

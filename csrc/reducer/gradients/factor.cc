@@ -16,7 +16,7 @@ namespace pydist {
 DeviceNumber::DeviceNumber(at::Tensor value)
     : value_(std::move(value)), stream_(current_stream(device_of(value_.device()))) {}
 
-const at::Tensor& DeviceNumber::here() const {
+const at::Tensor& DeviceNumber::on_current_stream() const {
   const c10::Stream current = current_stream(device_of(value_.device()));
   if (current != stream_) {
     wait_on_device(current, stream_);
@@ -25,19 +25,16 @@ const at::Tensor& DeviceNumber::here() const {
   return value_;
 }
 
-double Factor::read() const {
-  return on_device ? number * on_device->here().item<double>() : number;
-}
-
 at::Tensor scaled(const at::Tensor& gradient, const Factor& factor) {
   if (!gradient.defined() || (!factor.on_device && factor.number == 1.0)) {
     return gradient;
   }
   if (!factor.on_device || gradient.is_sparse()) {
-    const double number = factor.read();
+    const double number =
+        factor.on_device ? factor.on_device->on_current_stream().item<double>() : factor.number;
     return number == 0.0 ? at::zeros_like(gradient) : gradient.mul(number);
   }
-  const at::Tensor number = factor.on_device->here().mul(factor.number);
+  const at::Tensor& number = factor.on_device->on_current_stream();
   // In float32 at least: torch rounds a tensor without dimensions to the type of the other first.
   const at::ScalarType type = gradient.scalar_type();
   const at::ScalarType wide = c10::promoteTypes(type, at::kFloat);

@@ -1,5 +1,5 @@
 // By what gradients are multiplied, where backwards have weights: a number that the host knows, or
-// one that a device computes, so that the host never waits for it.
+// one that a device computes, for which the host does not wait.
 
 #pragma once
 
@@ -16,24 +16,22 @@ class DeviceNumber {
   // Of float64, without dimensions: what the current stream of its device has been told to compute.
   explicit DeviceNumber(at::Tensor value);
 
-  // For the current stream, which waits for the one that computes it.
-  [[nodiscard]] const at::Tensor& here() const;
+  // The current stream waits for the one that computes it.
+  [[nodiscard]] const at::Tensor& on_current_stream() const;
 
  private:
   at::Tensor value_;
   c10::Stream stream_;
 };
 
+// What gradients are multiplied by as they arrive.
 struct Factor {
   double number = 1.0;
-  std::optional<DeviceNumber> on_device;  // a further factor
-
-  // The product of both. Waits for the device.
-  [[nodiscard]] double read() const;
+  std::optional<DeviceNumber> on_device;  // in place of the number
 };
 
 // `gradient` times the factor, rounded once to the gradient's type. A factor of zero makes zeros,
-// whatever the gradient holds. Waits for the device where the gradient is sparse.
+// whatever the gradient holds. The host waits for the device where the gradient is sparse.
 [[nodiscard]] at::Tensor scaled(const at::Tensor& gradient, const Factor& factor);
 
 }  // namespace pydist

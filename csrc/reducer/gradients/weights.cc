@@ -2,7 +2,6 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/ones_like.h>
 #include <ATen/ops/where.h>
 
 #include "c10d/device_streams.h"
@@ -10,60 +9,53 @@
 namespace pydist {
 namespace {
 
-at::Tensor number_on(Device device, double number) {
-  return at::full({}, number, at::TensorOptions(at::kDouble).device(torch_device(device)));
-}
-
-double on_host(const Weight& weight) {
-  const auto* const number = std::get_if<double>(&weight);
-  return number != nullptr ? *number : std::get<DeviceNumber>(weight).here().item<double>();
+at::Tensor number_on(c10::Device device, double number) {
+  return at::full({}, number, at::TensorOptions(at::kDouble).device(device));
 }
 
 }  // namespace
 
-Factor Weights::count(const Weight& weight, bool leaves, std::optional<Device> device) {
-  if (device) {
-    const auto* const number = std::get_if<double>(&weight);
-    return count_there(
-        number != nullptr ? number_on(*device, *number) : std::get<DeviceNumber>(weight).here(),
-        leaves);
+Factor Weights::count(const Weight& weight, bool is_alone, std::optional<Device> device) {
+  if (const auto* const given = std::get_if<DeviceNumber>(&weight);
+      given != nullptr && (device || are_on_device())) {
+    return count_on_device(given->on_current_stream(), is_alone);
+  } else if (given == nullptr && are_on_device()) {
+    const c10::Device its = total_on_device_->on_current_stream().device();
+    return count_on_device(number_on(its, std::get<double>(weight)), is_alone);
   }
-  const double number = on_host(weight);
+  const auto* const known = std::get_if<double>(&weight);
+  const double number =
+      known != nullptr ? *known : std::get<DeviceNumber>(weight).on_current_stream().item<double>();
   total_ += number;
   unit_ = unit_ == 0 ? number : unit_;
   return {number == 0 ? 0.0 : number / unit_, std::nullopt};
 }
 
-Factor Weights::count_there(const at::Tensor& weight, bool leaves) {
-  const bool is_first = !total_there_;
-  if (is_first) {
-    total_there_ = unit_there_ = DeviceNumber(weight);
-    if (leaves) {
-      return {};
-    }
-  } else {
-    const at::Tensor& unit = unit_there_->here();
-    total_there_ = DeviceNumber(total_there_->here() + weight);
-    unit_there_ = DeviceNumber(at::where(unit == 0, weight, unit));
+Factor Weights::count_on_device(const at::Tensor& weight, bool is_alone) {
+  if (!are_on_device() && unit_ == 0 && is_alone) {
+    total_on_device_ = unit_on_device_ = DeviceNumber(weight);
+    return {};
   }
-  return {1.0, DeviceNumber(at::where(weight == 0, 0.0, weight / unit_there_->here()))};
+  if (!are_on_device()) {
+    total_on_device_ = DeviceNumber(number_on(weight.device(), total_));
+    unit_on_device_ = DeviceNumber(number_on(weight.device(), unit_));
+  }
+  const at::Tensor& before = unit_on_device_->on_current_stream();
+  const at::Tensor unit = at::where(before == 0, weight, before);
+  total_on_device_ = DeviceNumber(total_on_device_->on_current_stream() + weight);
+  unit_on_device_ = DeviceNumber(unit);
+  return {1.0, DeviceNumber(at::where(weight == 0, 0.0, weight / unit))};
 }
 
 double Weights::total(double otherwise) const noexcept { return has_weighted ? total_ : otherwise; }
 
 at::Tensor Weights::total_on(Device device, double otherwise) const {
-  // A copy: the sum over the ranks is written into it.
-  return total_there_ ? total_there_->here().clone() : number_on(device, otherwise);
+  return are_on_device() ? total_on_device_->on_current_stream().clone()
+                         : number_on(torch_device(device), total(otherwise));
 }
 
-Factor Weights::share_of(double total) const noexcept {
-  const double unit = has_weighted ? unit_ : 1.0;
-  return {total > 0 ? unit / total : 0.0, std::nullopt};
-}
-
-Factor Weights::share_of(const at::Tensor& total) const {
-  const at::Tensor unit = unit_there_ ? unit_there_->here() : at::ones_like(total);
-  return {1.0, DeviceNumber(at::where(total == 0, 0.0, unit / total))};
+DeviceNumber Weights::unit_on(Device device) const {
+  return are_on_device() ? *unit_on_device_ : DeviceNumber(number_on(torch_device(device), unit()));
 }
 
 }  // namespace pydist

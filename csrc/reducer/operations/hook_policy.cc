@@ -34,20 +34,10 @@ void HookPolicy::adapt(const GradientArena& arena) {
   }
 }
 
-Factor HookPolicy::times_divisor(Factor factor) const {
-  factor.number *= divisor_;
-  return factor;
-}
-
 void HookPolicy::prepare(const DepartingBucket& bucket, const Combination& combination) {
   if (combination.op == ReduceOp::kPremulSum) {
     at::Tensor memory = bucket.memory;
-    const Factor factor = times_divisor(combination.factor);
-    if (factor.on_device) {
-      memory.copy_(scaled(memory, factor));
-    } else {
-      memory.mul_(factor.number);
-    }
+    memory.mul_(combination.factor * divisor_);
   }
 }
 
@@ -71,7 +61,7 @@ at::Tensor HookPolicy::reduce_sparse(const GradientSlot& slot, const at::Tensor&
     return gradient;
   }
   const at::Tensor memory = combination.op == ReduceOp::kPremulSum
-                                ? scaled(gradient, times_divisor(combination.factor))
+                                ? scaled(gradient, {combination.factor * divisor_, std::nullopt})
                                 : gradient;
   // Every bucket that has left before has made a promise.
   c10d::GradBucket seen(promises_.size(), bucket_count(), memory, {}, {}, {}, {slot.parameter},

@@ -60,8 +60,6 @@ class HookPolicy final : public BucketPolicy {
     c10::intrusive_ptr<c10::ivalue::Future> future;
   };
 
-  // What the hook, which divides the sum over the ranks, is to get gradients multiplied by.
-  [[nodiscard]] Factor times_divisor(Factor factor) const;
   // The last ones are those of sparse gradients.
   [[nodiscard]] std::size_t bucket_count() const;
   void run(c10d::GradBucket& bucket, std::string label, const at::Tensor& memory);

@@ -10,7 +10,7 @@ namespace pydist {
 
 WorkPtr OperationsUnderWay::submit(Operation operation, const at::Tensor& input,
                                    const at::Tensor& output, std::string label,
-                                   const at::Tensor& device_factor) {
+                                   const std::optional<DeviceShare>& share) {
   DenseTensors tensors(*communicator_, DenseTensors::Lifetime::kHeld);
   operation.label = std::move(label);
   if (input.defined()) {
@@ -19,8 +19,14 @@ WorkPtr OperationsUnderWay::submit(Operation operation, const at::Tensor& input,
   if (output.defined()) {
     operation.outputs = {tensors.output(output)};
   }
-  if (device_factor.defined()) {
-    operation.device_factor = static_cast<const double*>(tensors.input(device_factor).data);
+  if (share) {
+    const auto address = [&tensors](const at::Tensor& number) {
+      return static_cast<const double*>(tensors.input(number).data);
+    };
+    operation.device_factor.numerator = address(share->unit.on_current_stream());
+    if (share->total.defined()) {
+      operation.device_factor.denominator = address(share->total);
+    }
   }
   tensors.attach_to(operation);
   const bool is_captured = tensors.is_captured();
@@ -36,13 +42,12 @@ WorkPtr OperationsUnderWay::combine(const Combination& combination, const at::Te
   Operation operation;
   operation.kind = shard.defined() ? OpKind::kReduceScatter : OpKind::kAllReduce;
   operation.op = combination.op;
-  operation.factor = combination.factor.number;
+  operation.factor = combination.factor;
   if (memory.scalar_type() == at::kFloat) {
     operation.wire_dtype = wire_dtype_;
   }
-  const std::optional<DeviceNumber>& on_device = combination.factor.on_device;
   return submit(std::move(operation), memory, shard.defined() ? shard : memory, std::move(label),
-                on_device ? on_device->here() : at::Tensor());
+                combination.share);
 }
 
 WorkPtr OperationsUnderWay::broadcast(const at::Tensor& memory, int root, std::string label) {

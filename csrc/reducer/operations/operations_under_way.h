@@ -13,13 +13,16 @@
 
 #include "communicator/communicator.h"
 #include "reducer/gradients/gradient_arena.h"
+#include "reducer/gradients/weights.h"
 
 namespace pydist {
 
 // How the gradients of all ranks are combined; every rank does the same.
 struct Combination {
   ReduceOp op = ReduceOp::kMean;
-  Factor factor{};  // kPremulSum: by what this rank's are multiplied
+  // kPremulSum: by what this rank's are multiplied.
+  double factor = 1.0;
+  std::optional<DeviceShare> share{};  // on the device, in place of the factor
 };
 
 class OperationsUnderWay {
@@ -31,7 +34,7 @@ class OperationsUnderWay {
 
   // Tensors may be undefined where the operation has no input or no output.
   WorkPtr submit(Operation operation, const at::Tensor& input, const at::Tensor& output,
-                 std::string label, const at::Tensor& device_factor = {});
+                 std::string label, const std::optional<DeviceShare>& share = std::nullopt);
   // Combines gradients in place; or, where a `shard` is defined, into this rank's shard of them.
   WorkPtr combine(const Combination& combination, const at::Tensor& memory, const at::Tensor& shard,
                   std::string label);

@@ -229,8 +229,8 @@ def test_a_scale_on_the_device_of_which_zero_clears_all(device: str, number: flo
             library: CudaLibrary, tensors: list[Tensor], target: torch.dtype = target
         ) -> list[Tensor]:
             results = [torch.full_like(tensor, -1.0, dtype=target) for tensor in tensors]
-            scale = torch.tensor(number, dtype=torch.float64, device=tensors[0].device)
-            library.convert(list(zip(tensors, results, strict=True)), 2.0, scale)
+            scale = torch.tensor(4 * number, dtype=torch.float64, device=tensors[0].device)
+            library.convert(list(zip(tensors, results, strict=True)), 2.0, scale, scale * 0 + 4)
             return results
 
         wide = torch.promote_types(torch.promote_types(source, target), torch.float32)

@@ -312,8 +312,9 @@ def give_no_weight(value: float) -> None:
     model = pydist.DataParallel(nn.Linear(4, 3).to("cuda"))
     inputs = batch(rank, 5, 4, dtype=torch.float32).to("cuda")
     good = torch.tensor(2.0, device="cuda")
+    loss = model(inputs).sum()
     with model.weighted(torch.tensor(value, device="cuda") if rank == 1 else good):
-        model(inputs).sum().backward()
+        loss.backward()
     # It is not silently wrong, on no rank.
     for parameter in model.parameters():
         assert parameter.grad is not None
