@@ -137,6 +137,7 @@ MemoryPtr allocate(const NcclRank& rank) {
 Operation scaled(const NcclRank& rank, std::vector<float>& values) {
   Operation operation = rank.all_reduce(values, ReduceOp::kPremulSum);
   operation.factor = 2.0;
+  operation.wire_dtype = DType::kBFloat16;
   return operation;
 }
 

@@ -102,7 +102,7 @@ struct NcclRank {
 // Some memory of the group's on the rank's device.
 [[nodiscard]] MemoryPtr allocate(const NcclRank& rank);
 
-// A premul_sum, which passes through scratch memory.
+// A premul_sum that travels in 16 bits, and so passes through scratch memory.
 [[nodiscard]] Operation scaled(const NcclRank& rank, std::vector<float>& values);
 
 // The graph that holds an operation.

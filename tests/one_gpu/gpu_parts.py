@@ -44,7 +44,12 @@ PARTS = (
                 "2 and 4 ranks that share the GPU: DataParallel and DDP against one process, "
                 "`auto`, a rank that is killed in mid-collective, also as if between hosts",
                 f"{_GPU}/test_nccl.py {_GPU}/test_nccl_leaving.py",
-                300,
+                210,
+            ),
+            tests(
+                "weights that the GPU computes, also beside SyncBatchNorm and in steps that fail",
+                f"{_GPU}/test_weights_on_device.py {_GPU}/test_weights_in_step.py",
+                90,
             ),
         ),
     ),

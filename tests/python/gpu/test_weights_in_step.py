@@ -1,0 +1,239 @@
+"""Weights that a GPU computes, where ranks come to what they launch in different orders."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import fake_cuda
+import gpu_ranks
+import pytest
+import torch
+from fake_cuda import needs_fake_cuda
+from gpu_ranks import needs_gpu_ranks
+from launch import run_ranks
+from torch import Tensor, nn
+from training import TIME_LIMIT, batch, joined
+
+import pydist
+
+pytestmark = [needs_gpu_ranks, TIME_LIMIT]
+
+NCCL: dict[str, str | None] = {"PYDIST_BACKEND": "nccl", "PYDIST_TIMEOUT": "15"}
+
+
+def start() -> int:
+    gpu_ranks.install(delay_us=0)
+    rank, _ = joined()
+    torch.manual_seed(0)
+    return rank
+
+
+def given(kind: str, weight: float) -> float | Tensor:
+    return torch.tensor(weight, device="cuda") if kind == "on the GPU" else weight
+
+
+class Normalized(nn.Module):
+    """Layers whose statistics are summed over the ranks between their gradients' buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(6) for _ in range(6))
+        self.rare = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, uses_rare: bool) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = norm(layer(x)).tanh()
+        return self.rare(x) if uses_rare else x
+
+
+def beside_statistics(kind: str) -> list[Tensor]:
+    rank = start()
+    module = pydist.SyncBatchNorm.convert_sync_batchnorm(Normalized()).double().to("cuda")
+    model = pydist.DataParallel(module, bucket_cap_mb=1e-4)
+    for step in range(6):
+        model.zero_grad()
+        out = model(batch(rank, 3 + rank, 6, step=step).to("cuda"), rank == step % 2)
+        with model.weighted(given(kind, 3.0 + rank)):
+            out.square().sum().backward()
+        gpu_ranks.synchronize()
+    return [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+
+
+def test_no_rank_waits_for_what_another_has_yet_to_launch() -> None:
+    """The host's weights and the GPU's leave the same."""
+    found = [
+        run_ranks(beside_statistics, 2, kind, env=NCCL, timeout=40)
+        for kind in ("on the GPU", "on the host")
+    ]
+    for on_gpu, on_host in zip(*found, strict=True):
+        for one, other in zip(on_gpu, on_host, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def go_backward_through_two() -> None:
+    """The ranks come to two models in different orders."""
+    rank = start()
+    towers = [pydist.DataParallel(nn.Linear(4, 4).to("cuda"), bucket_cap_mb=1e-5) for _ in range(2)]
+    weight = torch.tensor(2.0 + rank, device="cuda")
+    for step in range(4):
+        x = batch(rank, 5, 4, dtype=torch.float32, step=step).to("cuda")
+        order = towers if rank == 0 else towers[::-1]
+        outputs = [tower(x) for tower in order]
+        with towers[0].weighted(weight), towers[1].weighted(weight):
+            torch.stack([each.sin().mean() for each in outputs]).sum().backward()
+        gpu_ranks.synchronize()
+    for parameter in (*towers[0].parameters(), *towers[1].parameters()):
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()
+
+
+def test_several_models_in_one_backward() -> None:
+    run_ranks(go_backward_through_two, 2, env=NCCL, timeout=40)
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, __: Tensor) -> Tensor:
+        raise RuntimeError("out of luck")
+
+
+class Fragile(nn.Linear):
+    raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return _Raises.apply(out) if self.raises else out
+
+
+def mixed(raising: int, weighing: int, dtype: torch.dtype) -> None:
+    """One rank raises, and another has given a weight; the next step is as ever."""
+    rank = start()
+    module = Fragile(64, 64).to("cuda", dtype)
+    model = pydist.DataParallel(module)
+    x = batch(rank, 5, 64).to("cuda", dtype)
+
+    def step() -> Tensor:
+        model.zero_grad()
+        with model.weighted(torch.tensor(2.0 + rank, device="cuda")):
+            model(x).mean().backward()
+        assert module.weight.grad is not None
+        return module.weight.grad.clone()
+
+    expected = step()
+    model.zero_grad()
+    module.raises = rank == raising
+    weight = torch.tensor(2.0, device="cuda")
+    loss = model(x).mean()
+    weighted = model.weighted(weight) if rank == weighing else contextlib.nullcontext()
+    error = RuntimeError if rank == raising else pydist.Error
+    with pytest.raises(error, match=r"out of luck|backward raised on rank"), weighted:
+        loss.backward()
+    module.raises = False
+    assert torch.equal(step(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("raising", "weighing"), [(0, 1), (1, 1), (0, 0)])
+def test_one_rank_raises(raising: int, weighing: int, dtype: torch.dtype) -> None:
+    run_ranks(mixed, 2, raising, weighing, dtype, env=NCCL, timeout=40)
+
+
+def fail_to_synchronize() -> None:
+    """A rank without gradients cannot take part in averaging what another has accumulated."""
+    rank = start()
+    model = pydist.DataParallel(nn.Linear(4, 3).to("cuda", torch.bfloat16), check_finite=True)
+    x = torch.ones(2, 4, device="cuda", dtype=torch.bfloat16)
+    with model.no_sync(), model.weighted(torch.tensor(2.0, device="cuda")):
+        (model(x).mean() * (torch.nan if rank == 0 else 1.0)).backward()
+    error = FloatingPointError if rank == 0 else pydist.Error
+    with pytest.raises(error, match=r"NaN|backward raised on rank 0"):
+        model.sync_gradients()
+    model.zero_grad()
+    model(x).mean().backward()
+
+
+def test_sync_gradients_that_one_rank_cannot() -> None:
+    run_ranks(fail_to_synchronize, 2, env=NCCL, timeout=40)
+
+
+def capture_and_go_on() -> None:
+    rank = start()
+    model = pydist.DataParallel(nn.Linear(4, 3).double().to("cuda"))
+    x = batch(rank, 5, 4).to("cuda")
+    weight = torch.tensor(2.0 + rank, device="cuda")
+
+    def step() -> None:
+        with model.weighted(weight):
+            model(x).mean().backward()
+
+    for _ in range(3):
+        step()
+    with pytest.raises(pydist.InvalidUsage, match="gave it a weight"), gpu_ranks.Graph():
+        step()
+    for _ in range(3):
+        model.zero_grad()
+        step()
+    gpu_ranks.synchronize()
+
+
+def test_a_capture_is_refused_and_harms_nothing() -> None:
+    run_ranks(capture_and_go_on, 2, env=NCCL, timeout=40)
+
+
+def weigh_by_another_gpu() -> None:
+    gpu_ranks.install(delay_us=0)
+    fake_cuda.install(2)
+    rank, _ = joined()
+    model = pydist.DataParallel(nn.Linear(4, 3).double().to("cuda:0"))
+    x = batch(rank, 5, 4).to("cuda:0")
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        model.zero_grad()
+        with model.weighted(torch.tensor(2.0 + rank, device=device if rank else "cuda:0")):
+            model(x).mean().backward()
+        found += [each.grad.cpu() for each in model.parameters() if each.grad is not None]
+    half = len(found) // 2
+    assert all(map(torch.equal, found[:half], found[half:]))
+
+
+@needs_fake_cuda
+def test_a_weight_on_another_gpu() -> None:
+    run_ranks(weigh_by_another_gpu, 2, env=NCCL, timeout=40)
+
+
+def launches_of(step: Callable[[], None]) -> int:
+    nccl = ctypes.CDLL("libnccl.so.2")
+    before = nccl.fake_nccl_launches()
+    step()
+    return int(nccl.fake_nccl_launches() - before)
+
+
+def reduce_a_large_bucket() -> tuple[int, int]:
+    rank = start()
+    model = pydist.DataParallel(nn.Linear(3000, 3000).to("cuda"), bucket_cap_mb=100)
+    x = torch.ones(1, 3000, device="cuda")
+    weight = torch.tensor(2.0 + rank, device="cuda")
+
+    def step() -> None:
+        model.zero_grad()
+        with model.weighted(weight):
+            model(x).mean().backward()
+
+    for _ in range(4):
+        step()
+    return launches_of(step), len(model.stats().buckets)
+
+
+@pytest.mark.skipif(gpu_ranks.IS_REAL, reason="counted on the stand-in")
+def test_a_large_bucket_is_one_launch() -> None:
+    for launches, buckets in run_ranks(reduce_a_large_bucket, 2, env=NCCL, timeout=40):
+        assert buckets == 1
+        assert launches == buckets + 1  # and the sum of the weights
