@@ -13,7 +13,7 @@ namespace pydist {
 // A number that a device computes.
 class DeviceNumber {
  public:
-  // Of float64, without dimensions: what the current stream of its device has been told to compute.
+  // Without dimensions: what the current stream of its device has been told to compute.
   explicit DeviceNumber(at::Tensor value);
 
   // The current stream waits for the one that computes it.
@@ -24,10 +24,20 @@ class DeviceNumber {
   c10::Stream stream_;
 };
 
+// The same for all gradients of a backward, so what they need of it is computed once.
+struct GradientFactor {
+  // Of float64.
+  explicit GradientFactor(const at::Tensor& factor);
+
+  DeviceNumber value;
+  DeviceNumber in_float32;
+  DeviceNumber is_zero;
+};
+
 // What gradients are multiplied by as they arrive.
 struct Factor {
   double number = 1.0;
-  std::optional<DeviceNumber> on_device;  // in place of the number
+  std::optional<GradientFactor> on_device;  // in place of the number
 };
 
 // `gradient` times the factor, rounded once to the gradient's type. A factor of zero makes zeros,

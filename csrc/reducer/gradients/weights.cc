@@ -44,7 +44,7 @@ Factor Weights::count_on_device(const at::Tensor& weight, bool is_alone) {
   const at::Tensor unit = at::where(before == 0, weight, before);
   total_on_device_ = DeviceNumber(total_on_device_->on_current_stream() + weight);
   unit_on_device_ = DeviceNumber(unit);
-  return {1.0, DeviceNumber(at::where(weight == 0, 0.0, weight / unit))};
+  return {1.0, GradientFactor(at::where(weight == 0, 0.0, weight / unit))};
 }
 
 double Weights::total(double otherwise) const noexcept { return has_weighted ? total_ : otherwise; }
