@@ -105,6 +105,58 @@ class _Raises(torch.autograd.Function):
         raise RuntimeError("out of luck")
 
 
+class Unlucky(nn.Module):
+    """Two layers. Backward raises before the gradients of both, or of the first, if told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 3), nn.Linear(3, 2)])
+        self.raises_after: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            x = _Raises.apply(x) if self.raises_after == number else x.sin()
+        return x
+
+
+def go_wrong() -> None:
+    """Each way in which a step fails, on all ranks; the next step is as ever."""
+    rank = start()
+    torch.manual_seed(0)
+    module = Unlucky().double().to("cuda")
+    model = pydist.DataParallel(module, bucket_cap_mb=1e-5)
+    inputs = batch(rank, 5, 4).to("cuda")
+    weight = torch.tensor((2.0, 3.0)[rank], device="cuda")
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        with model.weighted(weight):
+            model(inputs).mean().backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    expected = step()
+    error = RuntimeError if rank == 0 else pydist.Error
+    match = "out of luck" if rank == 0 else "backward raised on rank 0"
+    for place in (1, 0):
+        module.raises_after = place if rank == 0 else None
+        with pytest.raises(error, match=match):
+            step()
+        module.raises_after = None
+        for one, other in zip(step(), expected, strict=True):
+            assert torch.equal(one, other)
+    # A weight on one rank alone.
+    model.zero_grad()
+    loss = model(inputs).mean()
+    weighted = model.weighted(weight) if rank == 1 else contextlib.nullcontext()
+    with pytest.raises(pydist.Error, match="gave this backward a weight and rank 0"), weighted:
+        loss.backward()
+
+
+def test_a_step_that_fails() -> None:
+    run_ranks(go_wrong, 2, env=NCCL, timeout=40)
+
+
 class Fragile(nn.Linear):
     raises = False
 
