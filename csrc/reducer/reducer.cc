@@ -312,8 +312,9 @@ void Reducer::abandon(Backward& backward) noexcept {
   try {
     enter(backward);
   } catch (const std::exception&) {
-    if (communicator_->failure() != nullptr) {
-      return;  // it has told everybody already
+    // All ranks know why a round could not be prepared, and a failed group has told everybody.
+    if (communicator_->failure() != nullptr || round_.times == nullptr) {
+      return;
     }
   }
   give_up();
