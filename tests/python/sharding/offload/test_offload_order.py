@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -21,8 +19,6 @@ from offload_twins import Offloaded, flat
 from torch import Tensor
 
 import pydist
-from pydist.gpu.late_number import LateNumber
-from pydist.sharding.offload import host_shard
 from pydist.sharding.offload.host_shard import HostShard
 from pydist.sharding.offload.offloaded_step import OffloadedStep
 
@@ -177,60 +173,6 @@ def ask_one_rank_for_its_state() -> None:
 
 def test_the_state_of_one_rank_talks_to_nobody() -> None:
     run_ranks(ask_one_rank_for_its_state, 2, env=NCCL, timeout=LIMIT_S)
-
-
-@contextlib.contextmanager
-def streams_alone() -> Iterator[None]:
-    """Nothing but streams and events keeps order: digests make the stand-in wait for a stream."""
-
-    def nothing(shard: Tensor) -> Tensor:
-        return torch.zeros((), dtype=torch.int64, device=shard.device)
-
-    def look(self: HostShard) -> LateNumber:
-        return LateNumber(torch.zeros(()), None)
-
-    with (
-        mock.patch.object(host_shard, "digest_of", nothing),
-        mock.patch.object(HostShard, "look_for_writes", look),
-    ):
-        yield
-
-
-def hold_up(direction: str) -> None:
-    """One direction of the bus stands still as a step begins, and all others go on."""
-    for delayed in (False, True):
-        training = Offloaded(delayed=delayed, delay_us=0)
-        streams = training.optimizer._steps[0]._streams
-        with streams_alone():
-            for number in range(4):
-                training.optimizer.zero_grad()
-                loss = training.loss(number)
-                if direction == "to_host":
-                    stall = stalled(streams.to_host)
-                loss.backward()
-                late = (training.gradients(), training.options())
-                if direction == "to_device":
-                    stall = stalled(streams.to_device)
-                timer = threading.Timer(0.3, stall.release)
-                timer.start()
-                training.optimizer.step()
-                training._late.append(late)
-                while len(training._late) > delayed:
-                    training.twin.step(*training._late.pop(0))
-                timer.join()
-                training.check(f"step {number}, {direction}")
-            training.finish()
-        training.check(f"finished, {direction}")
-
-
-def stalled(stream: torch.Stream) -> fake_cuda.Stall:
-    with stream:
-        return fake_cuda.Stall()
-
-
-@pytest.mark.parametrize("direction", ["to_host", "to_device"])
-def test_a_direction_of_the_bus_is_late(direction: str) -> None:
-    run_ranks(hold_up, 2, direction, env=NCCL, timeout=LIMIT_S)
 
 
 def forget_all() -> None:
