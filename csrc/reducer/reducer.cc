@@ -359,12 +359,20 @@ void Reducer::enter(Backward& backward) {
   forget_weights_of_nothing();
   (backward.weight ? weights_.has_weighted : weights_.has_plain) = true;
   if (backward.weight) {
-    const std::vector<GradientSlot>& slots = arena_.slots();
-    const bool is_alone = backward.synchronizes &&
-                          std::none_of(slots.begin(), slots.end(),
-                                       [](const GradientSlot& slot) { return slot.is_sparse; });
-    backward.factor = weights_.count(*backward.weight, is_alone, device_of_weights());
+    backward.factor = count_weight(backward);
   }
+}
+
+Factor Reducer::count_weight(const Backward& backward) {
+  const Weight& weight = *backward.weight;
+  if (std::holds_alternative<double>(weight)) {
+    return weights_.count(weight, /*is_alone=*/false, /*device=*/std::nullopt);
+  }
+  const std::vector<GradientSlot>& slots = arena_.slots();
+  const bool is_alone =
+      backward.synchronizes &&
+      std::none_of(slots.begin(), slots.end(), [](const auto& slot) { return slot.is_sparse; });
+  return weights_.count(weight, is_alone, device_of_weights());
 }
 
 // For a backward that has begun from a forward that averages nothing, and comes to one that does.

@@ -351,6 +351,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // -- beginning
   std::shared_ptr<Backward> begin(bool averages, bool accumulates);
   void enter(Backward& backward);
+  [[nodiscard]] Factor count_weight(const Backward& backward);
   void let_average(Backward& backward);
   [[nodiscard]] bool begins_round(const Backward& backward) const;
   [[nodiscard]] bool is_frozen() const;

@@ -34,8 +34,8 @@ void Reducer::give_up(Closing::Status status) noexcept {
     if (round_.opening == nullptr) {
       open_round();
     }
-    // Nobody waits for these buckets: the other ranks have only recorded theirs too, or the closing
-    // ends the group.
+    // Then nobody waits for this rank's buckets: the other ranks have only recorded theirs too, or
+    // the closing ends the group.
     const Capabilities can = communicator_->capabilities();
     const bool is_recorded_only = round_.is_captured && !can.needs_host;
     if (!round_.combination && can.takes_device_factors && !is_recorded_only) {

@@ -2,8 +2,8 @@
 
 A weight that a GPU computes stays there where the communicator can use it there, so that the host
 does not wait for it. Then the host learns too late whether it is one: the GPU makes NaN of what is
-negative or not finite, which every rank's gradients of that step become, and the first `weighted()`
-to hear of it raises.
+negative or not finite, which every rank's gradients of that step become, and the first forward or
+`weighted()` to hear of it raises.
 """
 
 from __future__ import annotations
@@ -39,13 +39,12 @@ class BackwardWeights:
                 GPU.
         """
         self.look_back(reducer)
-        device = reducer.device_of_weights
         if (
-            device is not None
-            and isinstance(weight, Tensor)
+            isinstance(weight, Tensor)
             and weight.is_cuda
             and weight.numel() == 1
             and not weight.is_complex()
+            and (device := reducer.device_of_weights) is not None
         ):
             given = weight.detach().reshape(()).to(torch.float64)
             is_weight = (given >= 0) & given.isfinite()

@@ -639,11 +639,13 @@ class DataParallel(TorchIdioms, StandsForModule):
         Args:
             weight: Not negative; 0 for a batch that counts for nothing, even where its loss is NaN.
                 One that a GPU computes stays there where gradients travel by NCCL and the kernels
-                of pydist: the host does not wait for it. Elsewhere it does.
+                of pydist, without a communication hook: the host does not wait for it. Elsewhere
+                it does.
 
         Raises:
             InvalidUsage: The weight is negative or not finite; or an earlier one was, which had
-                stayed on a GPU. That one has left gradients of NaN on every rank.
+                stayed on a GPU, and has left gradients of NaN on every rank; a forward raises it,
+                too.
             Error: At the end of backward, if only some of the step's backwards had a weight.
         """
         self.require_joined()

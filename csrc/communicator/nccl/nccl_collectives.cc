@@ -165,12 +165,14 @@ class Enqueuing {
     const bool converts = settings_.has_kernels() && is_converted(call_.op, call_.dtype, has_wire);
     // NCCL scatters equal blocks only.
     const bool is_ragged = call_.kind == OpKind::kReduceScatter && call_.inputs.is_ragged();
-    PYDIST_CHECK(call_.device_factor.numerator == nullptr ||
-                 (converts && !is_ragged && reduction && !settings_.pins_ring));
-    if (settings_.pins_ring || !reduction || (converts && is_ragged)) {
-      reduce_on_ring(group_, *settings_.kernels, call_);
-    } else if (converts) {
+    const bool takes_ring = settings_.pins_ring || !reduction || (converts && is_ragged);
+    if (converts && !takes_ring) {
       reduce_converted();
+      return;
+    }
+    PYDIST_CHECK(call_.device_factor.numerator == nullptr);
+    if (takes_ring) {
+      reduce_on_ring(group_, *settings_.kernels, call_);
     } else {
       reduce_directly(*reduction);
     }

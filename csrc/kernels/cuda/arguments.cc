@@ -240,12 +240,16 @@ std::string fault_in_device_scale(const PydistCudaConvert& convert) {
     return convert.device_divisor == nullptr ? ""
                                              : "a divisor on the device divides no scale there";
   }
-  std::string fault =
-      fault_in_buffer("the scale on the device", convert.device_scale, 1, sizeof(double));
-  return !fault.empty() || convert.device_divisor == nullptr
-             ? fault
-             : fault_in_buffer("the divisor on the device", convert.device_divisor, 1,
-                               sizeof(double));
+  return first_of(
+      [&] {
+        return fault_in_buffer("the scale on the device", convert.device_scale, 1, sizeof(double));
+      },
+      [&] {
+        return convert.device_divisor == nullptr
+                   ? std::string()
+                   : fault_in_buffer("the divisor on the device", convert.device_divisor, 1,
+                                     sizeof(double));
+      });
 }
 
 std::string fault_in(const PydistCudaConvert& convert) {

@@ -16,16 +16,16 @@ at::Tensor number_on(c10::Device device, double number) {
 }  // namespace
 
 Factor Weights::count(const Weight& weight, bool is_alone, std::optional<Device> device) {
-  if (const auto* const given = std::get_if<DeviceNumber>(&weight);
-      given != nullptr && (device || are_on_device())) {
-    return count_on_device(given->on_current_stream(), is_alone);
-  } else if (given == nullptr && are_on_device()) {
-    const c10::Device its = total_on_device_->on_current_stream().device();
-    return count_on_device(number_on(its, std::get<double>(weight)), is_alone);
+  const auto* const computed = std::get_if<DeviceNumber>(&weight);
+  if (computed != nullptr && (device || are_on_device())) {
+    return count_on_device(computed->on_current_stream(), is_alone);
   }
-  const auto* const known = std::get_if<double>(&weight);
   const double number =
-      known != nullptr ? *known : std::get<DeviceNumber>(weight).on_current_stream().item<double>();
+      computed != nullptr ? computed->on_current_stream().item<double>() : std::get<double>(weight);
+  if (are_on_device()) {
+    const c10::Device its = total_on_device_->on_current_stream().device();
+    return count_on_device(number_on(its, number), is_alone);
+  }
   total_ += number;
   unit_ = unit_ == 0 ? number : unit_;
   return {number == 0 ? 0.0 : number / unit_, std::nullopt};

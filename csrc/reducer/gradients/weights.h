@@ -9,8 +9,8 @@
 // waiting for what it has yet to launch (a SyncBatchNorm), while they have yet to launch their part
 // of the sum.
 //
-// The openings tell whether any rank has a weight on its GPU. Only then the weights are summed
-// there, on all ranks, those of ranks to whose hosts they are known among them.
+// The openings tell whether any rank has a weight on its GPU. Only then all ranks sum theirs there,
+// also those whose hosts know them.
 
 #pragma once
 

@@ -225,7 +225,7 @@ bool Link::receive(const FramedSocket::SinkOf& sink_of) {
   }
   if (has_come && std::none_of(sockets_.begin(), sockets_.end(),
                                [](const auto& socket) { return socket->has_ended(); })) {
-    last_words_.reset();  // nothing can be sent any more, and there is more to read
+    last_words_.reset();  // what has failed is sending alone: there is more to read
   }
   return has_come;
 }

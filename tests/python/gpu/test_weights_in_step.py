@@ -157,38 +157,31 @@ def test_a_step_that_fails() -> None:
     run_ranks(go_wrong, 2, env=NCCL, timeout=40)
 
 
-class Fragile(nn.Linear):
-    raises = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        return _Raises.apply(out) if self.raises else out
-
-
 def mixed(raising: int, weighing: int, dtype: torch.dtype) -> None:
     """One rank raises, and another has given a weight; the next step is as ever."""
     rank = start()
-    module = Fragile(64, 64).to("cuda", dtype)
+    module = Unlucky().to("cuda", dtype)
     model = pydist.DataParallel(module)
-    x = batch(rank, 5, 64).to("cuda", dtype)
+    x = batch(rank, 5, 4).to("cuda", dtype)
 
     def step() -> Tensor:
         model.zero_grad()
         with model.weighted(torch.tensor(2.0 + rank, device="cuda")):
             model(x).mean().backward()
-        assert module.weight.grad is not None
-        return module.weight.grad.clone()
+        gradient = module.layers[0].weight.grad
+        assert isinstance(gradient, Tensor)
+        return gradient.clone()
 
     expected = step()
     model.zero_grad()
-    module.raises = rank == raising
+    module.raises_after = 1 if rank == raising else None
     weight = torch.tensor(2.0, device="cuda")
     loss = model(x).mean()
     weighted = model.weighted(weight) if rank == weighing else contextlib.nullcontext()
     error = RuntimeError if rank == raising else pydist.Error
     with pytest.raises(error, match=r"out of luck|backward raised on rank"), weighted:
         loss.backward()
-    module.raises = False
+    module.raises_after = None
     assert torch.equal(step(), expected)
 
 

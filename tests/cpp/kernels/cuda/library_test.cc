@@ -201,14 +201,23 @@ TEST(CudaArguments, ConvertSaysWhichSegmentIsWrong) {
   expect_fault(fault_in(PydistCudaConvert{
                    .segments = nullptr, .segment_count = 0, .scale = 1, .device_scale = skewed}),
                "the scale on the device at 0x1004 is not aligned");
+  const auto* const aligned = static_cast<const double*>(address(0x1008));
+  expect_fault(fault_in(PydistCudaConvert{.segments = nullptr,
+                                          .segment_count = 0,
+                                          .scale = 1,
+                                          .device_scale = aligned,
+                                          .device_divisor = skewed}),
+               "the divisor on the device at 0x1004 is not aligned");
+  expect_fault(fault_in(PydistCudaConvert{
+                   .segments = nullptr, .segment_count = 0, .scale = 1, .device_divisor = aligned}),
+               "a divisor on the device divides no scale there");
   const PydistCudaSegment whole[] = {{.from = address(0x1000),
                                       .to = address(0x2000),
                                       .count = 4,
                                       .from_dtype = DType::kInt64,
                                       .to_dtype = DType::kInt64}};
-  const auto* const there = static_cast<const double*>(address(0x1008));
   expect_fault(fault_in(PydistCudaConvert{
-                   .segments = whole, .segment_count = 1, .scale = 1, .device_scale = there}),
+                   .segments = whole, .segment_count = 1, .scale = 1, .device_scale = aligned}),
                "int64 elements can be copied but not scaled");
 }
 
