@@ -366,6 +366,7 @@ void Reducer::enter(Backward& backward) {
 Factor Reducer::count_weight(const Backward& backward) {
   const Weight& weight = *backward.weight;
   if (std::holds_alternative<double>(weight)) {
+    // Both arguments are about weights that a GPU computes.
     return weights_.count(weight, /*is_alone=*/false, /*device=*/std::nullopt);
   }
   const std::vector<GradientSlot>& slots = arena_.slots();
