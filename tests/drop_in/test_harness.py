@@ -115,7 +115,9 @@ def test_what_trains_alike_passes(arms: Arms) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises_on_one_rank", "a mistake of the program"),
+        pytest.param(
+            *("raises_on_one_rank", "a mistake of the program"), marks=pytest.mark.thorough
+        ),
         ("dies_on_one_rank", "rank 1: process ended with status 3"),
         ("hangs_on_one_rank", r"ranks \[1\] of 2 took more than(.|\n)*in hangs_on_one_rank"),
     ],

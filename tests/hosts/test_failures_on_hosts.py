@@ -17,6 +17,7 @@ from hosts_or_skip import hosts_or_skip
 from namespaces import Hosts
 from rank_process import Outcome
 from ranks_on import rank_outcomes_on, run_ranks_on
+from thorough import everyday
 from time_limit import PATIENCE
 
 import pydist
@@ -74,7 +75,7 @@ def others(outcomes: list[Outcome]) -> list[tuple[Any, ...]]:
     return [outcome.value for outcome in outcomes[:2]]
 
 
-@pytest.mark.parametrize("count", [3, 500_000])
+@pytest.mark.parametrize("count", everyday(500_000, thorough=(3,)))
 def test_a_process_that_dies_is_named_at_once(hosts: Hosts, count: int) -> None:
     outcomes = rank_outcomes_on(
         hosts, RANKS_PER_HOST, loop, die_with_a_child, count, 60, env=NATIVE

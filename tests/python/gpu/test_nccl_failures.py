@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import Ranks, rank_outcomes, run_ranks
+from thorough import everyday
 from training import LIMIT_S, TIME_LIMIT, joined
 
 import pydist
@@ -119,7 +120,7 @@ def behind_one_that_leaves(host: str) -> None:
     pydist.shutdown()  # waits for what is under way
 
 
-@pytest.mark.parametrize("host", ["native", "gloo"])
+@pytest.mark.parametrize("host", everyday("native", thorough=("gloo",)))
 def test_what_a_rank_did_before_it_left_comes_to_its_end(host: str) -> None:
     run_ranks(behind_one_that_leaves, 3, host, env=NCCL)
 

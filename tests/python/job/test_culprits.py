@@ -407,7 +407,7 @@ def name_the_stopped(backend: str, maker: str, stopped: int) -> tuple[object, ..
 
 @pytest.mark.parametrize("backend", ["native", "gloo"])
 @pytest.mark.parametrize("maker", ["pydist", "torch"])
-@pytest.mark.parametrize("stopped", [1, 2])
+@pytest.mark.parametrize("stopped", everyday(1, thorough=(2,)))
 def test_who_is_stopped_while_a_group_is_made_is_named(
     backend: str, maker: str, stopped: int
 ) -> None:

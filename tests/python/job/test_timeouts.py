@@ -221,7 +221,7 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("backend", everyday("native", thorough=("gloo",)))
-@pytest.mark.parametrize("what", ["all_reduce", "group"])
+@pytest.mark.parametrize("what", everyday("all_reduce", thorough=("group",)))
 def test_a_stopped_host_of_the_store_is_no_hang(tmp_path: Path, backend: str, what: str) -> None:
     """A TCPStore whose server is stopped never answers."""
     script = tmp_path / "script.py"

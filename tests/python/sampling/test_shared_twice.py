@@ -16,6 +16,7 @@ import pytest
 import torch
 from launch import Ranks, run_ranks
 from prepared_loaders import DATA, LOADER_MARKS, RANKS, prepared
+from thorough import everyday
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 from torch.utils.data import DistributedSampler as TorchSampler
 
@@ -394,7 +395,9 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
-@pytest.mark.parametrize("how", ["of its sampler", "of the loader", "with a seed", "all"])
+@pytest.mark.parametrize(
+    "how", everyday("of its sampler", "all", thorough=("of the loader", "with a seed"))
+)
 def test_ranks_that_never_begin_are_told_of(three: Ranks, how: str) -> None:
     found = three.run(dispatch, how, timeout=30)
     assert found[0][0] == 2 * 8

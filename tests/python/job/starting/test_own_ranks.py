@@ -179,7 +179,7 @@ def test_under_a_launcher_the_numbers_must_agree(script: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("read", ["< {}", "/dev/stdin < {}", "<(cat {})"])
+@pytest.mark.parametrize("read", everyday("< {}", thorough=("/dev/stdin < {}", "<(cat {})")))
 def test_what_is_no_script_is_refused(script: Path, read: str) -> None:
     done = run_command(["bash", "-c", f"{sys.executable} {read.format(script)}"])
     assert done.returncode != 0
@@ -267,8 +267,8 @@ print("went on", flush=True)
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "can't be read"),
-        ("[engine", "can't be read"),
+        pytest.param(None, "can't be read", marks=pytest.mark.thorough),
+        pytest.param("[engine", "can't be read", marks=pytest.mark.thorough),
         ("[engine]\ntimeuot = 3\n", "there is no engine.timeuot; did you mean engine.timeout?"),
     ],
 )

@@ -12,6 +12,7 @@ from gpu_ranks import needs_gpu_ranks
 from gpu_twins import ENVIRONMENTS, start
 from launch import run_ranks
 from offload_twins import Uneven, flat
+from thorough import everyday
 from torch import Tensor
 from training import batch
 
@@ -95,8 +96,14 @@ def resume(folder: str, dtype: torch.dtype, expected: list[Tensor]) -> None:
                 torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_with", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "is_with"),
+    everyday(
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        thorough=((torch.float32, False), (torch.bfloat16, True)),
+    ),
+)
 def test_checkpoints_load_with_and_without(
     dtype: torch.dtype, is_with: bool, tmp_path: Path
 ) -> None:

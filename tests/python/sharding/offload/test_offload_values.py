@@ -11,6 +11,7 @@ from gpu_ranks import needs_gpu_ranks
 from gpu_twins import ENVIRONMENTS, LIMIT_S, STAGES, start
 from launch import run_ranks
 from offload_twins import KernelTwin, Offloaded, Uneven, flat
+from thorough import everyday
 from training import Runner, batch
 
 import pydist
@@ -262,7 +263,7 @@ def train_all() -> None:
     train_without_wrapper()
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", everyday(3, thorough=(1,)))
 def test_other_numbers_of_ranks(count: int) -> None:
     if gpu_ranks.IS_REAL and count > 2:
         pytest.skip("three ranks that share a real GPU by sockets take minutes")

@@ -163,7 +163,7 @@ def compare_steps(dtype: torch.dtype, stage: Any, device: str = "cpu") -> None:
         assert small > 1000, f"{optimizer_class.__name__} {options}: {small}"
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", everyday(1, thorough=(2,)))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_step_is_within_an_ulp_of_the_unfused_class(
     run: Runner, stage: int, dtype: torch.dtype
