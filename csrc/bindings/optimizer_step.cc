@@ -99,7 +99,7 @@ void on_current_stream(Device device, const Launch& launch) {
 }
 
 void launch_adam(const StepSegments& segments, const AdamRule& rule, const StepCounts& steps,
-                 double gradient_scale) {
+                 double gradient_scale, const float* found_inf) {
   // A launch is of one step; nearly always all segments are at the same.
   std::map<double, std::vector<PydistCudaAdamSegment>> by_step;
   for (std::size_t i = 0; i < segments.size(); ++i) {
@@ -118,6 +118,7 @@ void launch_adam(const StepSegments& segments, const AdamRule& rule, const StepC
       adam.common.weight_decay = rule.weight_decay;
       adam.common.gradient_scale = gradient_scale;
       adam.common.maximize = rule.maximize ? 1 : 0;
+      adam.common.found_inf = found_inf;
       adam.beta1 = rule.beta1;
       adam.beta2 = rule.beta2;
       adam.eps = rule.epsilon;
@@ -130,7 +131,7 @@ void launch_adam(const StepSegments& segments, const AdamRule& rule, const StepC
 }
 
 void launch_sgd(const StepSegments& segments, const SgdRule& rule, const std::vector<bool>& begins,
-                double gradient_scale) {
+                double gradient_scale, const float* found_inf) {
   std::array<std::vector<PydistCudaSgdSegment>, 2> by_begins;
   for (std::size_t i = 0; i < segments.size(); ++i) {
     auto segment = cuda_segment<PydistCudaSgdSegment>(segments[i]);
@@ -149,6 +150,7 @@ void launch_sgd(const StepSegments& segments, const SgdRule& rule, const std::ve
       sgd.common.weight_decay = rule.weight_decay;
       sgd.common.gradient_scale = gradient_scale;
       sgd.common.maximize = rule.maximize ? 1 : 0;
+      sgd.common.found_inf = found_inf;
       sgd.momentum = rule.momentum;
       sgd.dampening = rule.dampening;
       sgd.nesterov = rule.nesterov ? 1 : 0;
@@ -156,6 +158,25 @@ void launch_sgd(const StepSegments& segments, const SgdRule& rule, const std::ve
       library.sgd(sgd, stream);
     }
   });
+}
+
+// The number that `found_inf` holds on the device of the segments; null without one.
+const float* flag_of(const StepSegments& segments, const std::optional<TensorArgument>& found_inf) {
+  if (!found_inf) {
+    return nullptr;
+  }
+  const at::Tensor& tensor = *found_inf->tensor;
+  const bool is_flag = tensor.is_cuda() && tensor.device() == torch_device(segments.device()) &&
+                       tensor.layout() == at::kStrided && tensor.scalar_type() == at::kFloat &&
+                       tensor.numel() == 1;
+  if (!is_flag) {
+    throw InvalidUsage(join(segments.function(),
+                            ": found_inf must be one float32 element on the CUDA device of the "
+                            "parameters, not ",
+                            tensor.numel(), " of ", c10::toString(tensor.scalar_type()), " on ",
+                            tensor.device().str(), "."));
+  }
+  return static_cast<const float*>(tensor.const_data_ptr());
 }
 
 // ---- on either ----------------------------------------------------------------------------
@@ -200,6 +221,7 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
                           const OptionalTensors& max_exp_avg_sqs, const TensorsArgument& step,
                           double lr, double beta1, double beta2, double eps, double weight_decay,
                           bool decoupled, bool maximize, double gradient_scale,
+                          const std::optional<TensorArgument>& found_inf,
                           std::optional<StepThreads*> threads) {
   StepSegments segments("adam_step", parameters, gradients, masters);
   segments.add_states("exp_avgs", exp_avgs.tensors);
@@ -208,6 +230,7 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
     segments.add_states("max_exp_avg_sqs", max_exp_avg_sqs->tensors);
   }
   const StepCounts counts(step.tensors, segments.size());
+  const float* const left_out = flag_of(segments, found_inf);
   const AdamRule rule{.lr = lr,
                       .beta1 = beta1,
                       .beta2 = beta2,
@@ -219,7 +242,7 @@ void adam_step_on_tensors(const TensorsArgument& parameters, const TensorsArgume
   const bool is_on_device = segments.device().type == DeviceType::kCuda;
   run(segments, [&] {
     if (is_on_device) {
-      launch_adam(segments, rule, counts, gradient_scale);
+      launch_adam(segments, rule, counts, gradient_scale, left_out);
     } else {
       run_adam(segments, rule, counts, gradient_scale, threads.value_or(nullptr));
     }
@@ -231,7 +254,8 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
                          const OptionalTensors& masters, const OptionalTensors& momentum_buffers,
                          const std::vector<bool>& begins, double lr, double momentum,
                          double dampening, double weight_decay, bool nesterov, bool maximize,
-                         double gradient_scale, std::optional<StepThreads*> threads) {
+                         double gradient_scale, const std::optional<TensorArgument>& found_inf,
+                         std::optional<StepThreads*> threads) {
   StepSegments segments("sgd_step", parameters, gradients, masters);
   if ((momentum != 0) != momentum_buffers.has_value()) {
     throw InvalidUsage(join("sgd_step: momentum is ", momentum, ", so momentum_buffers must ",
@@ -241,6 +265,7 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
     segments.add_states("momentum_buffers", momentum_buffers->tensors);
   }
   require_count("sgd_step", "begins", begins.size(), segments.size());
+  const float* const left_out = flag_of(segments, found_inf);
   const SgdRule rule{.lr = lr,
                      .momentum = momentum,
                      .dampening = dampening,
@@ -250,7 +275,7 @@ void sgd_step_on_tensors(const TensorsArgument& parameters, const TensorsArgumen
   const bool is_on_device = segments.device().type == DeviceType::kCuda;
   run(segments, [&] {
     if (is_on_device) {
-      launch_sgd(segments, rule, begins, gradient_scale);
+      launch_sgd(segments, rule, begins, gradient_scale, left_out);
     } else {
       run_sgd(segments, rule, begins, gradient_scale, threads.value_or(nullptr));
     }
@@ -289,20 +314,21 @@ void bind_optimizer_step(py::module_& module) {
              py::arg("max_exp_avg_sqs") = py::none(), py::kw_only(), py::arg("step"), py::arg("lr"),
              py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("weight_decay"),
              py::arg("decoupled"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
-             py::arg("threads") = py::none(),
+             py::arg("found_inf") = py::none(), py::arg("threads") = py::none(),
              "One step of torch.optim.AdamW (decoupled) or Adam, in one pass over memory: on "
              "torch's threads, or on the current stream of the tensors' CUDA device. Contiguous "
              "tensors of one shape for each segment; masters only and always for 16-bit "
              "parameters, whose values count where they are not the master's, rounded; "
              "max_exp_avg_sqs means amsgrad; step is CPU tensors of one element each that count "
              "the steps before and are counted on; the gradients are multiplied by gradient_scale "
-             "first; on the CPU, threads take the place of torch's.");
+             "first. On a CUDA device, nothing but the counts changes where found_inf, a float32 "
+             "number there, is not 0; on the CPU, threads take the place of torch's.");
   module.def(
       "sgd_step", &sgd_step_on_tensors, py::arg("parameters"), py::arg("gradients"),
       py::arg("masters"), py::arg("momentum_buffers"), py::kw_only(), py::arg("begins"),
       py::arg("lr"), py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"),
       py::arg("nesterov"), py::arg("maximize") = false, py::arg("gradient_scale") = 1.0,
-      py::arg("threads") = py::none(),
+      py::arg("found_inf") = py::none(), py::arg("threads") = py::none(),
       "One step of torch.optim.SGD, as adam_step. begins: of each, whether its momentum buffer "
       "holds nothing yet, and gets the gradient.");
   module.def("step_traffic", &step_traffic_on_tensors, py::arg("parameters"), py::arg("gradients"),

@@ -98,15 +98,19 @@ class BucketStep:
         for member in self._strays:
             self.bucket.require_fitting(member)
 
-    def run(self, param_groups: Sequence[dict[str, Any]]) -> None:
+    def run(self, param_groups: Sequence[dict[str, Any]], found_inf: Tensor | None = None) -> None:
         """Steps once, after `check`.
 
         Args:
             param_groups: Of whole parameters, with the options for this step.
+            found_inf: As for `update`, on any device.
         """
         torch.autograd.graph.increment_version(self.take_back())
         self.take_options(param_groups)
-        self.update([[_gradient_of(s) for s in part.segments] for part in self.parts])
+        if found_inf is not None:
+            found_inf = found_inf.to(self.bucket.memory.device, non_blocking=True)
+        gradients = [[_gradient_of(s) for s in part.segments] for part in self.parts]
+        self.update(gradients, found_inf=found_inf)
 
     def gather(self, communicator: _native.Communicator) -> None:
         """Starts to bring the other ranks' shards, after `run`. All ranks call it."""
@@ -127,15 +131,33 @@ class BucketStep:
         for part in self.parts:
             part.group.update(options_of(param_groups[part.number]))
 
-    def update(self, gradients: Sequence[_Gradients], scale: float = 1.0) -> None:
-        """Updates the segments of each part by its gradients, which are multiplied first."""
+    def update(
+        self,
+        gradients: Sequence[_Gradients],
+        scale: float = 1.0,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Updates the segments of each part by its gradients, which are multiplied first.
+
+        Args:
+            gradients: Of each part.
+            scale: What they are multiplied by.
+            found_inf: A number beside the values; where it is not 0, nothing changes. The host
+                reads it only for what torch's class steps.
+        """
         left: list[tuple[Part, _Gradients]] = []
         for part, own in zip(self.parts, gradients, strict=True):
-            if part.fused is None or not part.fused.run(own, scale):
+            if part.fused is None or not part.fused.run(own, scale, found_inf):
                 left.append((part, own if scale == 1 else _scaled(own, scale)))
-        if left:
+        if left and (found_inf is None or found_inf.item() == 0):
             assert self.bucket.optimizer is not None
             _step_by_class(self.bucket.optimizer, left)
+
+    def uncount(self) -> None:
+        """The last step by the kernels was one that `found_inf` has left out."""
+        for part in self.parts:
+            if part.fused is not None:
+                part.fused.uncount()
 
     def forget_states(self) -> None:
         """The state was replaced."""
@@ -278,14 +300,22 @@ class FusedStep:
         self._masters: list[Tensor] | None = None
         self._states: list[list[Tensor]] = []
         self._key: object = None
+        # Whether the last call may have changed nothing.
+        self._is_undecided = False
 
-    def run(self, gradients: _Gradients, scale: float = 1.0) -> bool:
+    def run(
+        self, gradients: _Gradients, scale: float = 1.0, found_inf: Tensor | None = None
+    ) -> bool:
         """Updates the segments that have a gradient, which is multiplied by `scale` first.
+
+        Where `found_inf`, a number on the GPU, is not 0, that changes nothing but the numbers of
+        steps: call `uncount` once the host knows.
 
         Returns:
             Whether it did. Otherwise nothing has changed, and it is for torch's class: the group
             does not ask for it, or has options, or the gradients a dtype, that no kernel takes.
         """
+        self._is_undecided = False
         is_wanted = self._threads is not None or self._group.get("fused")
         if not is_wanted or any(self._group.get(name) for name in _NOT_FUSED):
             return False
@@ -308,13 +338,24 @@ class FusedStep:
             if self._key != (chosen, names):
                 self._gather(chosen, names)
                 self._key = (chosen, names)
-            self._call(taken, {**options, "gradient_scale": scale, "threads": self._threads})
+            beside: dict[str, Any] = {"gradient_scale": scale, "threads": self._threads}
+            if found_inf is not None and found_inf.device.type == "cuda":
+                beside["found_inf"] = found_inf
+                self._is_undecided = True
+            self._call(taken, {**options, **beside})
         return True
+
+    def uncount(self) -> None:
+        """The last call has changed nothing: takes back what the host counts, if it counted."""
+        if self._is_undecided:
+            self._is_undecided = False
+            self._uncount()
 
     def forget(self) -> None:
         """Somebody puts other tensors into the optimizer's state: keeps none of the old ones."""
         self._targets, self._masters, self._states = [], None, []
         self._key = None
+        self._is_undecided = False
 
     def _gather(self, chosen: Sequence[int], names: Sequence[str]) -> None:
         """Lists what a call takes for some segments."""
@@ -339,6 +380,9 @@ class FusedStep:
         raise NotImplementedError
 
     def _call(self, gradients: list[Tensor], options: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _uncount(self) -> None:
         raise NotImplementedError
 
 
@@ -388,9 +432,17 @@ class _AdamStep(FusedStep):
             self._targets, gradients, self._masters, *self._states, step=self._steps, **options
         )
 
+    def _uncount(self) -> None:
+        for step in self._steps:
+            step -= 1
+
 
 class _SgdStep(FusedStep):
+    # Of the chosen segments; which of their momentum buffers hold nothing yet; and those whose
+    # buffers the last call has filled.
+    _updated: list[Tensor]
     _begins: list[bool]
+    _begun: list[Tensor]
 
     def _options(self) -> dict[str, Any] | None:
         group = self._group
@@ -421,13 +473,22 @@ class _SgdStep(FusedStep):
             known.get(segment.updated, {}).get("momentum_buffer") is None for segment in segments
         ]
         super()._gather(chosen, names)
+        self._updated = [segment.updated for segment in segments]
 
     def _call(self, gradients: list[Tensor], options: dict[str, Any]) -> None:
         buffers = self._states[0] if self._states else None
         _native.sgd_step(
             self._targets, gradients, self._masters, buffers, begins=self._begins, **options
         )
+        filled = zip(self._updated, self._begins, strict=True)
+        self._begun = [updated for updated, begins in filled if begins and buffers is not None]
         self._begins = [False] * len(gradients)
+
+    def _uncount(self) -> None:
+        for updated in self._begun:
+            del self._optimizer.state[updated]["momentum_buffer"]
+        if self._begun:
+            self.forget()
 
 
 # Options that torch's own kernels support and ours do not.

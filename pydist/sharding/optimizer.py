@@ -61,6 +61,7 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
+from pydist.sharding.scaled_step import LeftOutStep, ScaledStep, forget_scale
 from pydist.sharding.sharded_gradient import without_gradients
 from pydist.sharding.state.ranges import ParameterState, ShardedState
 from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
@@ -152,6 +153,7 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
             with self._in_step():
                 return run(self, *args, **kwargs)
         except BaseException as error:
+            forget_scale(self)
             self._tell(error)
             raise
 
@@ -281,6 +283,7 @@ class ShardedOptimizer(Optimizer):
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._offload: Offload | None = None
+        self._left_out = LeftOutStep()
         self._is_ready = False
         prototype = self._prototype([dict(group) for group in param_groups])
         super().__init__(param_groups, dict(prototype.defaults))
@@ -482,6 +485,9 @@ class ShardedOptimizer(Optimizer):
                     self._give_up("the closure of step()", error)  # the others may be anywhere
                 raise
         self._require_sound()
+        scaled = ScaledStep(self)
+        if scaled.is_known_to_be_left_out():
+            return loss
         self._refuse_writing("step()")
         self._refuse_capture()
         self._refuse_pending()
@@ -502,6 +508,7 @@ class ShardedOptimizer(Optimizer):
         if self._is_one_copy:
             self._writes.settle()
         with self._giving_up_for_all("step()"):
+            scaled.unscale(self._layout.parameters)
             if self._is_one_copy:
                 # What all ranks read: none reads it any more, and none does before it is whole.
                 for step in self._steps:
@@ -512,13 +519,27 @@ class ShardedOptimizer(Optimizer):
             else:
                 # In reverse, because forward needs first what backward completes last.
                 for step in reversed(self._steps):
-                    step.run(self.param_groups)
+                    step.run(self.param_groups, scaled.found_inf)
                     step.gather(self._communicator)
+                self._left_out.expect(scaled.found_inf, self._steps)
         self._phase = "stepped"
         # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
         if scripts_any_function() or (self._wrapper is None and compiles_anything()):
             self._arrive()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `torch.amp.GradScaler` asks: whether `step()` itself leaves out what it must.
+
+        True where the kernels do, on all ranks or on none; otherwise the scaler reads its number.
+        """
+        return (
+            self._communicator.backend == "nccl"
+            and self._offload is None
+            and all(bucket.memory.device.type == "cuda" for bucket in self._layout.shared_buckets)
+            and all(group.get("fused") for group in self.param_groups)
+        )
 
     @contextlib.contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -764,7 +785,11 @@ class ShardedOptimizer(Optimizer):
             bucket.wait()
 
     def _join(self) -> None:
-        """Waits for a delayed step. What it has raised, the other ranks hear as well."""
+        """Waits until the host knows of the last step what it is to count, or has stepped itself.
+
+        What a delayed step has raised, the other ranks hear as well.
+        """
+        self._left_out.settle()
         if self._offload is not None:
             with self._giving_up_for_all("the delayed step"):
                 self._offload.join()
@@ -883,6 +908,7 @@ class ShardedOptimizer(Optimizer):
     @state.setter
     def state(self, state: Any) -> None:
         if self._is_ready:
+            self._join()
             self._state.assign(state)
 
     def sharded_state(self) -> ShardedState:

@@ -187,7 +187,10 @@ int pydist_cuda_adam(const PydistCudaAdam* adam, void* stream) {
                          static_cast<double>(adam->step), adam->common.gradient_scale);
   const std::vector<PydistCudaAdamSegment> segments(adam->segments,
                                                     adam->segments + adam->segment_count);
-  enqueue(stream, [factors, segments] {
+  enqueue(stream, [factors, segments, found_inf = adam->common.found_inf] {
+    if (found_inf != nullptr && *found_inf != 0) {
+      return;
+    }
     for (const PydistCudaAdamSegment& given : segments) {
       pydist::StepSegment segment = step_segment(given);
       segment.states[0] = given.exp_avg;
@@ -210,7 +213,10 @@ int pydist_cuda_sgd(const PydistCudaSgd* sgd, void* stream) {
                          sgd->first_step != 0, sgd->common.gradient_scale);
   const std::vector<PydistCudaSgdSegment> segments(sgd->segments,
                                                    sgd->segments + sgd->segment_count);
-  enqueue(stream, [factors, segments] {
+  enqueue(stream, [factors, segments, found_inf = sgd->common.found_inf] {
+    if (found_inf != nullptr && *found_inf != 0) {
+      return;
+    }
     for (const PydistCudaSgdSegment& given : segments) {
       pydist::StepSegment segment = step_segment(given);
       segment.states[0] = given.momentum;

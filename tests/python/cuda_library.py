@@ -29,7 +29,7 @@ from pydist import _native
 REAL = Path(_native.__file__).with_name("libpydist_cuda.so")
 EMULATED = BUILD / "tests" / "cpp" / "libpydist_emulated_cuda.so"
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 # In the order of csrc/base/dtype.h and csrc/base/reduce_op.h.
 DTYPES = (
@@ -93,6 +93,7 @@ class _Step(Structure):
         ("weight_decay", c_double),
         ("gradient_scale", c_double),
         ("maximize", c_uint8),
+        ("found_inf", c_void_p),
     )
 
 
@@ -246,13 +247,14 @@ class CudaLibrary:
         amsgrad: bool = False,
         maximize: bool = False,
         gradient_scale: float = 1.0,
+        found_inf: Tensor | None = None,
     ) -> None:
         """`trained`: gradient, master, exp_avg, exp_avg_sq, max_exp_avg_sq, parameter."""
         names = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "parameter")
         segments = (_AdamSegment * len(trained))(
             *(_AdamSegment(*_trained(entry, names)) for entry in trained)
         )
-        common = _Step(lr, weight_decay, gradient_scale, maximize)
+        common = _Step(lr, weight_decay, gradient_scale, maximize, _pointer(found_inf))
         descriptor = _Adam(segments, len(trained), common, *betas, eps, step, decoupled, amsgrad)
         self._call("adam", descriptor, _device(trained))
 
@@ -268,13 +270,14 @@ class CudaLibrary:
         nesterov: bool = False,
         maximize: bool = False,
         gradient_scale: float = 1.0,
+        found_inf: Tensor | None = None,
     ) -> None:
         """`trained`: gradient, master, momentum, parameter."""
         names = ("gradient", "master", "momentum", "parameter")
         segments = (_SgdSegment * len(trained))(
             *(_SgdSegment(*_trained(entry, names)) for entry in trained)
         )
-        common = _Step(lr, weight_decay, gradient_scale, maximize)
+        common = _Step(lr, weight_decay, gradient_scale, maximize, _pointer(found_inf))
         descriptor = _Sgd(segments, len(trained), common, momentum, dampening, nesterov, first_step)
         self._call("sgd", descriptor, _device(trained))
 

@@ -16,6 +16,8 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import fake_cuda
 import fake_nccl
@@ -50,6 +52,14 @@ def install(delay_us: int = 20) -> None:
 def synchronize() -> None:
     """Waits for the GPU."""
     torch.cuda.synchronize() if IS_REAL else fake_cuda.synchronize()
+
+
+def scaler(**options: Any) -> torch.amp.GradScaler:
+    """One whose numbers are on the GPU, the fake one too, of which torch.cuda knows nothing."""
+    with mock.patch.object(
+        torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
+    ):
+        return torch.amp.GradScaler("cuda", **options)
 
 
 @contextlib.contextmanager

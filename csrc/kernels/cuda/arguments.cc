@@ -182,6 +182,11 @@ std::string fault_in_common(const PydistCudaStep& common) {
                     return std::isfinite(common.gradient_scale)
                                ? ""
                                : join("gradient_scale must be finite, got ", common.gradient_scale);
+                  },
+                  [&] {
+                    return common.found_inf == nullptr
+                               ? std::string()
+                               : fault_in_buffer("found_inf", common.found_inf, 1, sizeof(float));
                   });
 }
 

@@ -27,7 +27,7 @@
 #include "base/reduce_op.h"
 
 // Raised with every change of this header that an older caller or library would not understand.
-#define PYDIST_CUDA_ABI_VERSION 4
+#define PYDIST_CUDA_ABI_VERSION 5
 
 // The functions in the order of their declaration, for what treats them alike.
 #define PYDIST_CUDA_FUNCTIONS(apply)                                                          \
@@ -126,6 +126,8 @@ struct PydistCudaStep {
   double weight_decay;
   double gradient_scale;  // 1 for none
   std::uint8_t maximize;  // 0 or 1
+  // A number on the device: where it is not 0, nothing changes. Null for 0.
+  const float* found_inf = nullptr;
 };
 
 struct PydistCudaAdamSegment {

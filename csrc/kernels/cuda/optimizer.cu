@@ -58,6 +58,7 @@ template <typename Rule>
 struct StepShared {
   Rule rule;
   float gradient_scale;
+  const float* found_inf;
 };
 
 template <typename Optimizer>
@@ -69,6 +70,9 @@ struct Step {
 
   static PYDIST_DEVICE void run(const Params& params, Place place) {
     const StepShared<Rule>& shared = params.shared;
+    if (shared.found_inf != nullptr && *shared.found_inf != 0) {
+      return;
+    }
     const float gradient_scale = shared.gradient_scale;
     PYDIST_NO_UNROLL
     for (auto tile = static_cast<std::uint32_t>(place.block); tile < params.tiles;
@@ -185,6 +189,7 @@ StepShared<Rule> shared_of(const PydistCudaStep& common, const Rule& rule) {
   StepShared<Rule> shared = {};
   shared.rule = rule;
   shared.gradient_scale = static_cast<float>(common.gradient_scale);
+  shared.found_inf = common.found_inf;
   return shared;
 }
 

@@ -73,8 +73,9 @@ class OffloadedStep(BucketStep):
                 f"under way, which has made new values of it: {_FINISH_FIRST}"
             )
 
-    def run(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """All parts at once."""
+    def run(self, param_groups: Sequence[dict[str, Any]], found_inf: Tensor | None = None) -> None:
+        """All parts at once. There is no `found_inf`: the host has decided whether to step."""
+        assert found_inf is None
         self.send(param_groups)
         self.run_on_host()
         self.upload()

@@ -120,22 +120,32 @@ def train(kind: str) -> Counts:
     if kind == "batch norm of all ranks":
         module = pydist.SyncBatchNorm.convert_sync_batchnorm(Residual())
     # Some buckets, and not one.
-    model = pydist.DataParallel(module.to("cuda"), bucket_cap_mb=0.0003)
+    model = pydist.DataParallel(
+        module.to("cuda"), bucket_cap_mb=0.0003, check_finite=kind.endswith("checked")
+    )
     optimizer: torch.optim.Optimizer
     if kind.startswith("stage"):
-        optimizer = pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=0.1, stage=int(kind[6]))
+        optimizer = pydist.ShardedOptimizer(
+            model, torch.optim.AdamW, lr=0.1, stage=int(kind[6]), fused=kind.endswith("scaled")
+        )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     mask = torch.ones(4, 5).to("cuda")
+    scaler = gpu_ranks.scaler() if kind.endswith("scaled") else None
 
     def step() -> None:
         optimizer.zero_grad()
         weighted = model.weighted(mask.sum()) if kind == "weighted" else contextlib.nullcontext()
         with weighted:
-            model(inputs).square().mean().backward()
+            loss = model(inputs).square().mean()
+            (loss if scaler is None else scaler.scale(loss)).backward()
         if kind.endswith("clipped"):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
 
     return counts_of(step, model)
 
@@ -178,6 +188,22 @@ def test_how_often_the_host_waits(backend: str, kind: str, waits: list[str]) -> 
         waits = []
     for found in run_ranks(train, 2, kind, env={"PYDIST_BACKEND": backend}, timeout=50):
         assert found.host_waits == waits
+
+
+def test_a_check_of_each_gradient_waits_for_each() -> None:
+    """It is to raise in the backward that has computed it, before others have averaged it."""
+    for found in run_ranks(
+        train, 2, "attention, checked", env={"PYDIST_BACKEND": "nccl"}, timeout=50
+    ):
+        assert found.host_waits == ["aten::_local_scalar_dense"] * 9
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_scaler_waits_for_nothing(stage: int) -> None:
+    """The GPU itself leaves out the steps that it must."""
+    env = {"PYDIST_BACKEND": "nccl"}
+    for found in run_ranks(train, 2, f"stage {stage}, scaled", env=env, timeout=50):
+        assert found.host_waits == []
 
 
 @pytest.mark.parametrize(

@@ -411,5 +411,61 @@ TEST(CudaKernels, PacksAndUnpacksABucket) {
   }
 }
 
+// ---- optimizer steps ----------------------------------------------------------------------
+
+// Whose values are compared with the CPU's elsewhere.
+TEST(CudaKernels, AStepChangesNothingWhereANumberOfTheDeviceSaysSo) {
+  constexpr std::size_t kCount = 1000;
+  const std::vector<float> gradient(kCount, 2.0f);
+  const std::vector<float> start(kCount, 0.5f);
+  for (const float found_inf : {1.0f, std::numeric_limits<float>::quiet_NaN(), 0.0f}) {
+    std::vector<float> master = start, average = start, square = start, momentum = start;
+    std::vector<float> stepped = start;
+    const PydistCudaStep common{
+        .lr = 0.1, .weight_decay = 0, .gradient_scale = 1, .maximize = 0, .found_inf = &found_inf};
+    const PydistCudaAdamSegment adam{.gradient = gradient.data(),
+                                     .master = master.data(),
+                                     .exp_avg = average.data(),
+                                     .exp_avg_sq = square.data(),
+                                     .max_exp_avg_sq = nullptr,
+                                     .parameter = nullptr,
+                                     .count = kCount,
+                                     .gradient_dtype = DType::kFloat32,
+                                     .parameter_dtype = DType::kFloat32};
+    library().adam({.segments = &adam,
+                    .segment_count = 1,
+                    .common = common,
+                    .beta1 = 0.9,
+                    .beta2 = 0.99,
+                    .eps = 1e-8,
+                    .step = 1,
+                    .decoupled_weight_decay = 0,
+                    .amsgrad = 0},
+                   nullptr);
+    const PydistCudaSgdSegment sgd{.gradient = gradient.data(),
+                                   .master = stepped.data(),
+                                   .momentum = momentum.data(),
+                                   .parameter = nullptr,
+                                   .count = kCount,
+                                   .gradient_dtype = DType::kFloat32,
+                                   .parameter_dtype = DType::kFloat32};
+    library().sgd({.segments = &sgd,
+                   .segment_count = 1,
+                   .common = common,
+                   .momentum = 0.9,
+                   .dampening = 0,
+                   .nesterov = 0,
+                   .first_step = 1},
+                  nullptr);
+    for (const auto* values : {&master, &average, &square, &momentum, &stepped}) {
+      if (found_inf == 0) {
+        EXPECT_EQ(std::count(values->begin(), values->end(), 0.5f), 0);
+      } else {
+        EXPECT_EQ(*values, start) << found_inf;
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace pydist

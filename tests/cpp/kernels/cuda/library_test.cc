@@ -253,6 +253,9 @@ TEST(CudaArguments, StepsNameTheirHyperparameters) {
   expect_fault(fault([](PydistCudaAdam& a) { a.common.lr = -1; }), "lr must be");
   expect_fault(fault([](PydistCudaAdam& a) { a.eps = std::nan(""); }), "eps must be");
   expect_fault(fault([](PydistCudaAdam& a) { a.amsgrad = 1; }), "max_exp_avg_sq is null");
+  expect_fault(
+      fault([](PydistCudaAdam& a) { a.common.found_inf = static_cast<float*>(address(0x1002)); }),
+      "found_inf");
 
   const PydistCudaSgdSegment trained{.gradient = state,
                                      .master = state,

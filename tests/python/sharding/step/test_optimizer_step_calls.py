@@ -331,3 +331,26 @@ def test_lists_of_other_lengths_are_refused() -> None:
         )
     with pytest.raises(pydist.InvalidUsage, match=r"\[0\] and .*\[1\] share memory"):
         step_many([pieces[0], cut(start, [3, 8])[0]])
+
+
+def test_a_number_that_leaves_out_steps_is_for_gpus() -> None:
+    parameter = torch.ones(4)
+    with pytest.raises(
+        pydist.InvalidUsage,
+        match=r"sgd_step: found_inf must be one float32 element on the CUDA device of the "
+        r"parameters, not 1 of Float on cpu",
+    ):
+        _native.sgd_step(
+            [parameter],
+            [torch.ones(4)],
+            None,
+            None,
+            begins=[True],
+            lr=0.1,
+            momentum=0.0,
+            dampening=0.0,
+            weight_decay=0.0,
+            nesterov=False,
+            found_inf=torch.zeros(()),
+        )
+    assert torch.equal(parameter, torch.ones(4))
