@@ -188,6 +188,16 @@ PARTS = (
         ),
     ),
     Part(
+        "training steps beside DDP",
+        (
+            Step(
+                "GPT, ResNet-18 and a recommender: time, memory, and how often the host waits",
+                "python bench/gpu/ddp_steps.py --json build/gpu/reports/ddp_steps.json",
+                340,
+            ),
+        ),
+    ),
+    Part(
         "staging",
         (
             tests(

@@ -23,6 +23,12 @@ class Report:
     def is_good(self) -> bool:
         return all(ended.is_good for _, ended in self.rows)
 
+    @property
+    def machine(self) -> str:
+        """Python, torch and the GPU, as show_python.py has told first of all."""
+        lines = [line for _, ended in self.rows for line in ended.output.splitlines()]
+        return next((line for line in lines if line.startswith("Python ")), "an unknown machine")
+
     def add(self, step: Step, ended: Ended) -> None:
         self.rows.append((step, ended))
         lines = [f"# {self.title}", "", "| step | result | seconds | tests |", "|---|---|---|---|"]

@@ -1,7 +1,8 @@
 """Runs what one NVIDIA GPU can show of pydist: `make test-gpu`, `make test-gpu PART=2`.
 
 Every part ends within nine minutes, the build included, whatever fails or hangs in it, and leaves
-part-N.md and part-N.log in the folder of reports. Exits with 1 where anything has failed.
+part-N.md and part-N.log in the folder of reports. The newest results of each part are kept in
+results.json there, and printed as one table at the end. Exits with 1 where anything has failed.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gpu_build
+import kept_results
 from gpu_parts import BUILD_S, PART_S, PARTS, Part, Step
 from limited_command import Ended, run
 from part_report import Report
@@ -30,7 +32,14 @@ def main() -> int:
         "--wheels", type=Path, default=BUILD / "wheels", help="what Python lacks here"
     )
     parser.add_argument("--list", action="store_true", help="say what each part runs, and no more")
+    parser.add_argument(
+        "--into", type=Path, metavar="PAGE", help="fill the page's column `run on`, and no more"
+    )
     given = parser.parse_args()
+    if given.into is not None:
+        found = kept_results.read(given.reports)
+        given.into.write_text(kept_results.fill_column(given.into.read_text(), found))
+        return 0
     if unknown := set(given.parts) - set(numbers):
         parser.error(f"there are parts 1 to {len(PARTS)}, not {sorted(unknown)}")
     if given.list:
@@ -45,6 +54,7 @@ def main() -> int:
         run_part(number, PARTS[number - 1], preparation, given.reports, variables)
         for number in given.parts or numbers
     ]
+    print(kept_results.table(kept_results.read(given.reports)))
     return 0 if all(good) else 1
 
 
@@ -84,6 +94,7 @@ def run_part(
             if step in preparation:
                 is_prepared = is_prepared and ended.is_good
             report.add(step, ended)
+    kept_results.keep(folder, number, report)
     print(f"part {number}: see {report.file}", flush=True)
     return report.is_good
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import ddp_steps
 import gpu_latency
 import gpu_pairs
 import gpu_ranks
@@ -77,8 +81,24 @@ def test_only_one_of_them_is_the_ring() -> None:
         assert by_nccl in (256.0, 258.0) if gpu_ranks.IS_REAL else by_nccl == 256.0
 
 
+@needs_gpu_ranks
+def test_steps_beside_ddp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_pairs, "why_not", lambda backend: "")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    kept = tmp_path / "new" / "steps.json"
+    assert ddp_steps.main(["--models", "tiny", "--seconds", "0", "--json", str(kept)]) == 0
+    assert "tiny" in capsys.readouterr().out
+    (found,) = json.loads(kept.read_text())["models"]
+    assert found["ours_waits"] == 0
+    assert len(found["ours_s"]) == len(found["ddp_s"]) > 1
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
-@pytest.mark.parametrize("script", [gpu_latency, nccl_ring, staging], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "script", [ddp_steps, gpu_latency, nccl_ring, staging], ids=lambda s: s.__name__
+)
 def test_without_a_gpu_they_say_why(script: object, capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main([]) == 2  # type: ignore[attr-defined]
     assert "measured" in (said := capsys.readouterr().out)

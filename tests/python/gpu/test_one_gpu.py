@@ -1,11 +1,13 @@
 """`make test-gpu`: its parts hold their time, go on after failures, and leave a report."""
 
+import datetime
 import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import kept_results
 import psutil  # type: ignore[import-untyped]
 import pytest
 import run_parts
@@ -92,6 +94,35 @@ def test_nothing_runs_without_what_it_needs(tmp_path: Path) -> None:
     assert results(tmp_path) == ["failed with status 1", "not run: what it needs has failed"]
 
 
+def test_results_are_kept_until_the_part_runs_again(tmp_path: Path) -> None:
+    says = Step("build", "echo Python 3.12.1, torch 2.11.0, NVIDIA H200", 9.0)
+    for number, last in ((1, "false"), (10, "true"), (1, "true"), (2, "false")):
+        part = Part("a part", steps("true", last))
+        run_parts.run_part(number, part, [says], tmp_path, HERE)
+    found = kept_results.read(tmp_path)
+    assert list(found) == ["1", "10", "2"]
+    rows = kept_results.table(found).splitlines()[2:]
+    assert [row.split("|")[1].strip() for row in rows] == ["1"] * 3 + ["2"] * 3 + ["10"] * 3
+    assert "failed with status 1" in rows[5]
+    assert "failed" not in "".join(rows[:5])
+    where = f"Python 3.12.1, torch 2.11.0, NVIDIA H200, {datetime.date.today()}"
+    page = "| part | what | run on |\n|---|---|---|\n| 1 | one | not yet |\n| 2 | two | old |\n"
+    page += "| 3 | three | somewhere |\n\n| 1 | of another table |\n"
+    filled = kept_results.fill_column(page, found).splitlines()
+    assert filled[2:5] == [
+        f"| 1 | one | {where}: all passed |",
+        f"| 2 | two | {where}: 1 of 3 steps failed |",
+        "| 3 | three | not yet |",
+    ]
+    assert filled[6] == "| 1 | of another table |"
+
+
+def test_the_page_lists_the_parts() -> None:
+    page = (Path(run_parts.ROOT) / "docs" / "gpu.md").read_text()
+    rows = kept_results.fill_column(page, {}).splitlines()
+    assert sum(row.endswith("| not yet |") for row in rows) == len(PARTS)
+
+
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.what)
 def test_every_step_gets_its_time(part: Part) -> None:
     assert BUILD_S + sum(step.limit_s for step in part.steps) <= PART_S <= 9 * 60
@@ -105,7 +136,10 @@ def test_the_environment_finds_what_the_python_below_it_has(tmp_path: Path) -> N
 
 
 def test_steps_run_on_the_stand_ins(tmp_path: Path) -> None:
-    """The quick ones: what the others select is looked at in test_documented_commands.py."""
+    """The quick ones: what the others select is looked at in test_documented_commands.py.
+
+    Their tests run in everyday tests, too; the benchmarks say that there is no GPU to measure.
+    """
     quick = [
         replace(step, limit_s=100 * PATIENCE)
         for part in PARTS

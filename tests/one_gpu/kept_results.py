@@ -1,0 +1,72 @@
+"""What the parts have found, kept as JSON: the newest of each part.
+
+`results.json` in the folder of reports is written after every part. Its table is printed at the
+end, and docs/gpu.md says by it on which machine each part was run.
+"""
+
+import datetime
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from part_report import Report
+
+# The table of parts in docs/gpu.md, a row of which ends with where the part was run.
+_ROW = re.compile(r"^\| (\d+) \| ([^|]*) \| [^|]* \|$", re.MULTILINE)
+_NOT_YET = "not yet"
+
+Results = dict[str, dict[str, Any]]
+
+
+def read(folder: Path) -> Results:
+    file = folder / "results.json"
+    found: Results = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def keep(folder: Path, number: int, report: Report) -> None:
+    """Puts a part's results in the place of older ones of the same part."""
+    found = read(folder)
+    found[str(number)] = {
+        "what": report.title,
+        "machine": report.machine,
+        "day": datetime.date.today().isoformat(),
+        "steps": [
+            {
+                "what": step.what,
+                "command": step.command,
+                "result": ended.how,
+                "seconds": round(ended.took_s, 1),
+                "tests": ended.counts,
+            }
+            for step, ended in report.rows
+        ],
+    }
+    (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+def table(found: Results) -> str:
+    """One row for each step of each part."""
+    lines = ["| part | step | result | seconds | tests |", "|---|---|---|---|---|"]
+    for number, part in sorted(found.items(), key=lambda item: int(item[0])):
+        for step in part["steps"]:
+            cells = (number, *(str(step[k]) for k in ("what", "result", "seconds", "tests")))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def fill_column(page: str, found: Results) -> str:
+    """The page with the column "run on" of its table of parts as `found` says."""
+
+    def row(match: re.Match[str]) -> str:
+        number, what = match.groups()
+        part = found.get(number)
+        where = _NOT_YET
+        if part is not None:
+            bad = sum(step["result"] != "passed" for step in part["steps"])
+            outcome = "all passed" if bad == 0 else f"{bad} of {len(part['steps'])} steps failed"
+            where = f"{part['machine']}, {part['day']}: {outcome}"
+        return f"| {number} | {what} | {where} |"
+
+    return _ROW.sub(row, page)
