@@ -776,6 +776,8 @@ class ShardedOptimizer(Optimizer):
         """
         if self._offload is not None:
             self._join()
+            # What is still gathered lands where the values of the delayed step go next.
+            self._arrive()
             with self._giving_up_for_all("taking over a delayed step"):
                 self._offload.take_over()
         self._arrive()

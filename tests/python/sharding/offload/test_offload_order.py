@@ -20,6 +20,7 @@ from torch import Tensor
 
 import pydist
 from pydist.sharding.offload.host_shard import HostShard
+from pydist.sharding.offload.offload import Offload
 from pydist.sharding.offload.offloaded_step import OffloadedStep
 
 LIMIT_S = 40.0
@@ -134,6 +135,32 @@ def step_before_the_host_has() -> None:
 
 def test_a_delayed_step_returns_at_once() -> None:
     run_ranks(step_before_the_host_has, 2, env=NCCL, timeout=LIMIT_S)
+
+
+def finish_amid_gathers() -> None:
+    """finish() right after a step, whose upload is still gathered where that of the next one goes.
+
+    By the host, which takes part: on NCCL it is the streams that keep the order.
+    """
+    training = Offloaded(delayed=True, delay_us=3000)
+    take_over = Offload.take_over
+    is_gathering: list[bool] = []
+
+    def taking_over(self: Offload) -> None:
+        works = [g._work for g in (s.bucket.gather for s in training.optimizer._steps) if g]
+        is_gathering.append(not all(work.is_completed() for work in works))
+        take_over(self)
+
+    training.train(0)
+    training.train(1)
+    with mock.patch.object(Offload, "take_over", taking_over):
+        training.finish()
+    assert is_gathering == [False]
+    training.check("finished")
+
+
+def test_finish_waits_for_what_is_still_gathered() -> None:
+    run_ranks(finish_amid_gathers, 2, env=ENVIRONMENTS["native"], timeout=LIMIT_S)
 
 
 def fill_options_amid_a_step() -> None:
