@@ -188,7 +188,7 @@ PARTS = (
         ),
     ),
     Part(
-        "training steps beside DDP",
+        "training steps beside DDP: time, memory, waits of the host",
         (
             Step(
                 "GPT, ResNet-18 and a recommender: time, memory, and how often the host waits",

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
-from pydist.sharding.bucket_step import FUSED_CLASSES
 from pydist.sharding.buckets import SHORT
+from pydist.sharding.fused_step import FUSED_CLASSES
 
 
 def require_offload(

@@ -68,7 +68,7 @@ def test_every_pytest_command_selects_tests() -> None:
 
 def test_docs_name_the_parts_of_test_gpu() -> None:
     table = re.findall(
-        r"^\| (\d+) \| (.*) \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE
+        r"^\| (\d+) \| (.*) \| [^|]* \|$", (ROOT / "docs" / "gpu.md").read_text(), re.MULTILINE
     )
     assert table == [(str(number), part.what) for number, part in enumerate(PARTS, 1)]
 

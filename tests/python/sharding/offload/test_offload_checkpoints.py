@@ -12,7 +12,6 @@ from gpu_ranks import needs_gpu_ranks
 from gpu_twins import ENVIRONMENTS, start
 from launch import run_ranks
 from offload_twins import Uneven, flat
-from thorough import everyday
 from torch import Tensor
 from training import batch
 
@@ -98,11 +97,12 @@ def resume(folder: str, dtype: torch.dtype, expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "is_with"),
-    everyday(
+    [
         (torch.float32, True),
         (torch.bfloat16, False),
-        thorough=((torch.float32, False), (torch.bfloat16, True)),
-    ),
+        pytest.param(torch.float32, False, marks=pytest.mark.thorough),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.thorough),
+    ],
 )
 def test_checkpoints_load_with_and_without(
     dtype: torch.dtype, is_with: bool, tmp_path: Path

@@ -20,7 +20,7 @@ from twins import ManyKinds, Twins, small_model
 
 import pydist
 from pydist import _native
-from pydist.sharding import bucket_step as steps
+from pydist.sharding import fused_step as steps
 from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Member, dense_strides, move_in
 
