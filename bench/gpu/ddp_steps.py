@@ -2,9 +2,13 @@
 
 On every GPU of this host, or with two ranks on the only one (see gpu_pairs.py). A step is forward,
 backward and SGD; both wrappers train the same model over the same NCCL, in turns in the same
-processes. Beside the ratio of the times stand, of one step of either: the most that lay in torch's
-memory on the GPU beyond what lay there before the model was made, and how often the host waited for
-the GPU, as CUPTI tells torch's profiler. Exits with 2 where there is no GPU, or torch has no NCCL.
+processes. The recommender's tables have dense gradients: torch's NCCL reduces no sparse ones.
+
+Beside the ratio of the times stand the memory of the GPU that a model takes with its wrapper, all
+ranks of the GPU together, and how often the host waits for the GPU in a step, as CUPTI tells
+torch's profiler of CUDA's runtime. What pydist's engine asks of the driver is not among that; the
+stand-in counts it. Exits with 1 where a model fails, or the host waits in a step of pydist's; with
+2 where there is no GPU, or torch has no NCCL.
 """
 
 from __future__ import annotations
@@ -44,12 +48,11 @@ _LIMIT_S = 150.0
 # After so many steps the plan of the buckets is settled, and buffers are known.
 _STEPS_BEFORE = 6
 
-# Calls of CUDA's runtime and driver for which the host waits. A copy from or to ordinary memory
-# waits, too, and is one of the first or followed by one of them.
-_WAITING_CALLS = (
+# Calls of CUDA's runtime for which the host waits; torch's copies from or to ordinary memory end with
+# the first.
+_WAITING_CALLS = {
     *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"),
-    *("cuStreamSynchronize", "cuEventSynchronize", "cuCtxSynchronize"),
-)
+}
 
 
 @dataclass
@@ -79,6 +82,9 @@ def step_of(name: str, wrap: Callable[[nn.Module], nn.Module]) -> Step:
     """A step of a model that is made here, which waits for the GPU at its end."""
     torch.manual_seed(0)
     module, inputs = MODELS[name].make()
+    for table in module.modules():
+        if isinstance(table, nn.EmbeddingBag):
+            table.sparse = False
     model = wrap(module.to("cuda"))
     on_gpu = [each.to("cuda") for each in inputs]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -108,20 +114,23 @@ def pair_of(name: str) -> Pair:
     )
 
 
-def peak_bytes(name: str, wrap: Callable[[nn.Module], nn.Module]) -> int | None:
-    """What torch's allocator has given out at most."""
+def memory_of(name: str, wrap: Callable[[nn.Module], nn.Module]) -> int | None:
+    """What the driver has given out for it, torch's cache and NCCL's buffers among it."""
     if not gpu_ranks.IS_REAL:
         return None
     gc.collect()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    pydist.barrier()
+    before, _ = torch.cuda.mem_get_info()
+    pydist.barrier()
     step = step_of(name, wrap)
     for _ in range(_STEPS_BEFORE):
         step()
     gpu_ranks.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    gpu_ranks.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    pydist.barrier()
+    after, _ = torch.cuda.mem_get_info()
+    pydist.barrier()
+    return before - after
 
 
 def waits_of(name: str, wrap: Callable[[nn.Module], nn.Module]) -> int:
@@ -134,13 +143,16 @@ def waits_of(name: str, wrap: Callable[[nn.Module], nn.Module]) -> int:
         fake_cuda.take_host_waits()
         step()
         return len(fake_cuda.take_host_waits())
+    # Leaving the profiler waits for the GPU by itself.
+    return max(0, profiled_waits(step) - profiled_waits(lambda: None))
+
+
+def profiled_waits(act: Callable[[], None]) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        step()
-    # Leaving the block waits for the GPU by itself, once.
+        act()
     counts = {event.key: event.count for event in profile.key_averages()}
-    waits = sum(counts.get(call, 0) for call in _WAITING_CALLS)
-    return max(0, waits - 1)
+    return sum(counts.get(call, 0) for call in _WAITING_CALLS)
 
 
 def measure(name: str, seconds: float) -> Found:
@@ -148,24 +160,19 @@ def measure(name: str, seconds: float) -> Found:
     if gpu_pairs.are_sharing() and not pydist.is_initialized():
         gpu_ranks.install()
     pydist.init()
+    # DDP first: what pydist frees of NCCL's memory may be given back later.
+    ddp_bytes, ours_bytes = memory_of(name, ddp), memory_of(name, ours)
+    ddp_waits, ours_waits = waits_of(name, ddp), waits_of(name, ours)
     times = take_turns(pair_of, (name,), seconds)
     return Found(
-        name,
-        times.subject_s,
-        times.reference_s,
-        peak_bytes(name, ours),
-        peak_bytes(name, ddp),
-        waits_of(name, ours),
-        waits_of(name, ddp),
+        name, times.subject_s, times.reference_s, ours_bytes, ddp_bytes, ours_waits, ddp_waits
     )
 
 
-def measure_all(names: Sequence[str], seconds: float) -> list[Found]:
-    """What rank 0 has found. Each model has processes of its own."""
-    found = []
-    for name in names:
-        with Ranks(gpu_pairs.rank_count(), {"PYDIST_BACKEND": "nccl"}) as ranks:
-            found.append(ranks.run(measure, name, seconds, timeout=_LIMIT_S + seconds)[0])
+def measure_alone(name: str, seconds: float) -> Found:
+    """What rank 0 has found, in processes of the model's own."""
+    with Ranks(gpu_pairs.rank_count(), {"PYDIST_BACKEND": "nccl"}) as ranks:
+        found: Found = ranks.run(measure, name, seconds, timeout=_LIMIT_S + seconds)[0]
     return found
 
 
@@ -206,16 +213,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if why_not:
         print(f"No step was measured: {why_not}.")
         return 2
-    found = measure_all(names, given.seconds)
+    found: list[Found] = []
+    for name in names:
+        try:
+            found.append(measure_alone(name, given.seconds))
+        except AssertionError as error:
+            print(f"{name} was not measured: {error}")
+        if given.json is not None:  # what is found so far: the next model may hang
+            keep(given.json, found)
     Console().print(table_of(found))
-    if given.json is not None:
-        machine: dict[str, Any] = {"torch": torch.__version__, "ranks": gpu_pairs.rank_count()}
-        if gpu_ranks.IS_REAL:
-            machine["gpu"] = torch.cuda.get_device_name()
-        kept = {"machine": machine, "models": [asdict(each) for each in found]}
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(kept, indent=1) + "\n")
-    return 0
+    waiting = [each.model for each in found if each.ours_waits]
+    if waiting:
+        print(f"The host waits for the GPU in a step of {', '.join(waiting)}; it should not.")
+    return 1 if waiting or len(found) < len(names) else 0
+
+
+def keep(file: Path, found: Sequence[Found]) -> None:
+    machine: dict[str, Any] = {"torch": torch.__version__, "ranks": gpu_pairs.rank_count()}
+    if gpu_ranks.IS_REAL:
+        machine["gpu"] = torch.cuda.get_device_name()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    kept = {"machine": machine, "models": [asdict(each) for each in found]}
+    file.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

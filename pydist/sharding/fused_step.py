@@ -100,7 +100,7 @@ class FusedStep:
         """
         self._is_undecided = False
         is_wanted = self._threads is not None or self._group.get("fused")
-        if not is_wanted or any(self._group.get(name) for name in _NOT_FUSED):
+        if not is_wanted or has_other_kernels(self._group):
             return False
         options = self._options()
         if options is None:
@@ -274,8 +274,14 @@ class _SgdStep(FusedStep):
             self.forget()
 
 
-# Options that torch's own kernels support and ours do not.
-_NOT_FUSED = ("capturable", "differentiable", "foreach")
+def has_other_kernels(group: dict[str, Any]) -> bool:
+    """Whether a group has an option that torch's own kernels support and ours do not."""
+    return any(group.get(name) for name in ("capturable", "differentiable", "foreach"))
+
+
+def asks_for_kernels(group: dict[str, Any]) -> bool:
+    """Whether a group is stepped by kernels, where its parameters and gradients are for them."""
+    return bool(group.get("fused")) and not has_other_kernels(group)
 
 
 def _gradient_dtypes(segments: Sequence[Segment]) -> frozenset[torch.dtype]:

@@ -43,6 +43,7 @@ from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.clipping import clip_gradients
 from pydist.sharding.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.fused_step import FUSED_CLASSES, asks_for_kernels
 from pydist.sharding.gather import let_arrive
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.offload.offload import Offload
@@ -485,9 +486,7 @@ class ShardedOptimizer(Optimizer):
                     self._give_up("the closure of step()", error)  # the others may be anywhere
                 raise
         self._require_sound()
-        scaled = ScaledStep(self)
-        if scaled.is_known_to_be_left_out():
-            return loss
+        scaled = ScaledStep(self, self._layout.parameters[0].device)
         self._refuse_writing("step()")
         self._refuse_capture()
         self._refuse_pending()
@@ -532,13 +531,17 @@ class ShardedOptimizer(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """What `torch.amp.GradScaler` asks: whether `step()` itself leaves out what it must.
 
-        True where the kernels do, on all ranks or on none; otherwise the scaler reads its number.
+        The same on all ranks. True where kernels on GPUs take all steps; otherwise the scaler reads
+        its number, and torch refuses to unscale gradients in float16.
         """
+        parameters = [p for group in self.param_groups for p in group["params"]]
         return (
             self._communicator.backend == "nccl"
             and self._offload is None
-            and all(bucket.memory.device.type == "cuda" for bucket in self._layout.shared_buckets)
-            and all(group.get("fused") for group in self.param_groups)
+            and not self._layout.some_have_own
+            and all(p.device.type == "cuda" and p.dtype == torch.float32 for p in parameters)
+            and all(asks_for_kernels(group) for group in self.param_groups)
+            and self.optimizer_class in FUSED_CLASSES
         )
 
     @contextlib.contextmanager

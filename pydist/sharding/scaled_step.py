@@ -22,21 +22,26 @@ from pydist.sharding.sharded_gradient import scale_each
 class ScaledStep:
     """What a scaler has given an optimizer for one step.
 
+    Args:
+        optimizer: The optimizer.
+        device: Of its parameters.
+
     Attributes:
-        found_inf: A number that is not 0 where the step is to be left out; None without a scaler.
+        found_inf: A number on `device` that is not 0 where the step is to be left out; None without
+            a scaler.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+        # Of no gradients at all, torch's scaler makes the number 0 and no tensor.
+        found: Tensor | float | None = getattr(optimizer, "found_inf", None)
+        self.found_inf: Tensor | None = None
+        if found is not None:
+            self.found_inf = torch.as_tensor(found, dtype=torch.float32)
+            self.found_inf = self.found_inf.detach().to(device, non_blocking=True)
         self._grad_scale: Tensor | float | None = getattr(optimizer, "grad_scale", None)
 
-    def is_known_to_be_left_out(self) -> bool:
-        """Whether it is, by a number of the host's, which scales on the CPU have."""
-        found = self.found_inf
-        return found is not None and found.device.type == "cpu" and found.item() != 0
-
     def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """Divides the gradients, which stay so, as torch's fused optimizers leave them."""
+        """Divides the gradients, which are in float32, and stay so."""
         if self._grad_scale is None:
             return
         # By the inverse in float32, as the scaler's unscale_().
@@ -61,12 +66,14 @@ class LeftOutStep:
     def expect(self, found_inf: Tensor | None, steps: Sequence[BucketStep]) -> None:
         """A step was begun that leaves itself out where the number is not 0."""
         if found_inf is not None and found_inf.device.type == "cuda":
-            self._found_inf, self._steps = send_number(found_inf.detach()), list(steps)
+            self._found_inf, self._steps = send_number(found_inf), list(steps)
 
     def settle(self) -> None:
         """Returns once the last step is counted if it was taken."""
-        found_inf, self._found_inf = self._found_inf, None
-        if found_inf is not None and found_inf.read() != 0:
-            for step in self._steps:
+        if self._found_inf is None:
+            return
+        was_left_out = self._found_inf.read() != 0
+        steps, self._found_inf, self._steps = self._steps, None, []
+        if was_left_out:
+            for step in steps:
                 step.uncount()
-        self._steps = []

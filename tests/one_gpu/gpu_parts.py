@@ -89,7 +89,8 @@ PARTS = (
             ),
             Step(
                 "the kernels' memory accesses",
-                f'compute-sanitizer python -m pytest {_GPU}/test_cuda_kernels.py -k "not graph"',
+                "compute-sanitizer --error-exitcode 1 "
+                f'python -m pytest {_GPU}/test_cuda_kernels.py -k "not graph"',
                 90,
             ),
         ),
@@ -99,7 +100,8 @@ PARTS = (
         (
             tests(
                 "ShardedOptimizer, its gathers and checkpoints, on NCCL and staged",
-                f"{_SHARDING}/test_sharded_gpu.py {_SHARDING}/test_sharded_gpu_captures.py "
+                f"{_SHARDING}/test_sharded_gpu.py {_SHARDING}/test_sharded_gpu_scaling.py "
+                f"{_SHARDING}/test_sharded_gpu_captures.py "
                 f"{_SHARDING}/test_sharded_gpu_checkpoints.py",
                 240,
             ),

@@ -1,12 +1,14 @@
 """What the parts have found, kept as JSON: the newest of each part.
 
-`results.json` in the folder of reports is written after every part. Its table is printed at the
-end, and docs/gpu.md says by it on which machine each part was run.
+`results.json` in the folder of reports is written after every step. Its table is printed at the
+end, and docs/gpu.md says by it on which machine each part was run, and which commit.
 """
 
 import datetime
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ def keep(folder: Path, number: int, report: Report) -> None:
     found[str(number)] = {
         "what": report.title,
         "machine": report.machine,
+        "commit": commit(),
         "day": datetime.date.today().isoformat(),
         "steps": [
             {
@@ -43,7 +46,19 @@ def keep(folder: Path, number: int, report: Report) -> None:
             for step, ended in report.rows
         ],
     }
-    (folder / "results.json").write_text(json.dumps(found, indent=1) + "\n")
+    # Whole or not at all, on a machine that may be gone at any moment.
+    new = folder / "results.json.new"
+    new.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(new, folder / "results.json")
+
+
+def commit() -> str:
+    """The one that is checked out, if git knows."""
+    command = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "an unknown commit"
 
 
 def table(found: Results) -> str:
@@ -66,7 +81,7 @@ def fill_column(page: str, found: Results) -> str:
         if part is not None:
             bad = sum(step["result"] != "passed" for step in part["steps"])
             outcome = "all passed" if bad == 0 else f"{bad} of {len(part['steps'])} steps failed"
-            where = f"{part['machine']}, {part['day']}: {outcome}"
+            where = f"{part['machine']}, {part['commit']}, {part['day']}: {outcome}"
         return f"| {number} | {what} | {where} |"
 
     return _ROW.sub(row, page)

@@ -94,7 +94,7 @@ def run_part(
             if step in preparation:
                 is_prepared = is_prepared and ended.is_good
             report.add(step, ended)
-    kept_results.keep(folder, number, report)
+            kept_results.keep(folder, number, report)
     print(f"part {number}: see {report.file}", flush=True)
     return report.is_good
 

@@ -95,6 +95,28 @@ def test_steps_beside_ddp(
     assert len(found["ours_s"]) == len(found["ddp_s"]) > 1
 
 
+def test_a_model_that_fails_leaves_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(name: str, seconds: float) -> ddp_steps.Found:
+        if name == "gpt":
+            raise AssertionError("a rank ended")
+        return ddp_steps.Found(name, [2e-3] * 20, [1e-3] * 20, 300, 200, int(name == "deep"), 4)
+
+    monkeypatch.setattr(ddp_steps, "measure_alone", measure)
+    monkeypatch.setattr(gpu_pairs, "why_not", lambda backend: "")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    kept = tmp_path / "steps.json"
+    assert ddp_steps.main(["--models", "gpt,resnet", "--json", str(kept)]) == 1
+    assert [each["model"] for each in json.loads(kept.read_text())["models"]] == ["resnet"]
+    said = capsys.readouterr().out
+    assert "gpt was not measured: a rank ended" in said
+    assert "1.50" in said
+    assert ddp_steps.main(["--models", "resnet"]) == 0
+    assert ddp_steps.main(["--models", "deep"]) == 1
+    assert "The host waits for the GPU in a step of deep" in capsys.readouterr().out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 @pytest.mark.parametrize(
     "script", [ddp_steps, gpu_latency, nccl_ring, staging], ids=lambda s: s.__name__

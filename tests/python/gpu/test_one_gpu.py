@@ -105,7 +105,8 @@ def test_results_are_kept_until_the_part_runs_again(tmp_path: Path) -> None:
     assert [row.split("|")[1].strip() for row in rows] == ["1"] * 3 + ["2"] * 3 + ["10"] * 3
     assert "failed with status 1" in rows[5]
     assert "failed" not in "".join(rows[:5])
-    where = f"Python 3.12.1, torch 2.11.0, NVIDIA H200, {datetime.date.today()}"
+    where = "Python 3.12.1, torch 2.11.0, NVIDIA H200, "
+    where += f"{kept_results.commit()}, {datetime.date.today()}"
     page = "| part | what | run on |\n|---|---|---|\n| 1 | one | not yet |\n| 2 | two | old |\n"
     page += "| 3 | three | somewhere |\n\n| 1 | of another table |\n"
     filled = kept_results.fill_column(page, found).splitlines()

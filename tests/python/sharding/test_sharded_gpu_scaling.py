@@ -156,11 +156,31 @@ def test_a_step_that_raises_forgets_what_it_was_given() -> None:
     run_ranks(forget, 2, env=ENVIRONMENTS["nccl"], timeout=LIMIT_S)
 
 
-def declared(options: dict[str, Any]) -> bool:
+def step_without_gradients() -> None:
+    """As the idle half of a GAN: torch's scaler makes of no gradients the number 0."""
     start()
     model = pydist.DataParallel(nn.Linear(3, 2).to("cuda"))
-    optimizer = pydist.ShardedOptimizer(model, torch.optim.Adam, lr=0.1, **options)
-    return optimizer._step_supports_amp_scaling
+    optimizer = pydist.ShardedOptimizer(model, torch.optim.Adam, lr=0.1, fused=True)
+    before = [p.detach().cpu() for p in model.parameters()]
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0).to("cuda"), 0
+    optimizer.step()
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.detach().cpu(), value)
+
+
+def test_a_step_without_gradients_changes_nothing() -> None:
+    run_ranks(step_without_gradients, 2, env=ENVIRONMENTS["nccl"], timeout=LIMIT_S)
+
+
+def declared(options: dict[str, Any]) -> bool:
+    start()
+    given = dict(options)
+    module = nn.Linear(3, 2, dtype=given.pop("dtype", torch.float32)).to("cuda")
+    if given.pop("own", False):
+        module._ddp_params_and_buffers_to_ignore = ["bias", ".bias"]
+    model = pydist.DataParallel(module)
+    made = pydist.ShardedOptimizer(model, given.pop("class", torch.optim.Adam), lr=0.1, **given)
+    return made._step_supports_amp_scaling
 
 
 @pytest.mark.parametrize(
@@ -169,10 +189,14 @@ def declared(options: dict[str, Any]) -> bool:
         ("nccl", {"fused": True}, True),
         ("nccl", {}, False),
         ("nccl", {"fused": True, "offload": "cpu"}, False),
+        ("nccl", {"fused": True, "own": True}, False),
+        ("nccl", {"fused": True, "dtype": torch.float16}, False),
+        ("nccl", {"fused": True, "dtype": torch.bfloat16}, False),
+        ("nccl", {"fused": True, "class": torch.optim.Adagrad}, False),
         ("native", {"fused": True}, False),
     ],
 )
 def test_who_leaves_out_steps(backend: str, options: dict[str, Any], expected: bool) -> None:
-    """Where no kernel steps, or the ranks talk by the host, the scaler reads its number."""
+    """Where a kernel does not step all, or ranks talk by the host, the scaler reads its number."""
     found = run_ranks(declared, 2, options, env=ENVIRONMENTS[backend], timeout=LIMIT_S)
     assert found == [expected] * 2
