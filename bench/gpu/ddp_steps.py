@@ -48,8 +48,8 @@ _LIMIT_S = 150.0
 # After so many steps the plan of the buckets is settled, and buffers are known.
 _STEPS_BEFORE = 6
 
-# Calls of CUDA's runtime for which the host waits; torch's copies from or to ordinary memory end with
-# the first.
+# Calls of CUDA's runtime for which the host waits; torch's copies from or to ordinary memory end
+# with the first.
 _WAITING_CALLS = {
     *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"),
 }

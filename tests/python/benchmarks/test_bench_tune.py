@@ -107,6 +107,7 @@ sys.exit(main(["bench", *sys.argv[1:]]))
 """
 
 
+@pytest.mark.thorough  # the run of one host is an everyday test
 def test_a_run_under_a_launcher_tries_sockets_between_hosts(tmp_path: Path) -> None:
     program = tmp_path / "on_two_hosts.py"
     program.write_text(ON_TWO_HOSTS)

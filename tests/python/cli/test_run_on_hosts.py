@@ -229,7 +229,11 @@ def test_when_a_rank_fails_the_ranks_of_other_hosts_end(
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 143, id="sigterm", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_signal_to_the_launcher_reaches_all_ranks(
     running: Running, number: int, status: int

@@ -293,6 +293,7 @@ def test_an_interactive_session() -> None:
     assert (done.returncode, done.stdout) == (0, "[18.0, 18.0]\n"), done.stderr
 
 
+@pytest.mark.thorough  # as the interactive one below
 def test_without_cloudpickle_a_missing_guard_is_explained(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
     script.write_text(WITHOUT_CLOUDPICKLE + UNGUARDED)
