@@ -89,7 +89,7 @@ class BucketStep:
 
         Args:
             param_groups: Of whole parameters, with the options for this step.
-            found_inf: As for `update`, on any device.
+            found_inf: As for `update`, on any GPU.
         """
         torch.autograd.graph.increment_version(self.take_back())
         self.take_options(param_groups)

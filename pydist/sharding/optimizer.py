@@ -486,7 +486,7 @@ class ShardedOptimizer(Optimizer):
                     self._give_up("the closure of step()", error)  # the others may be anywhere
                 raise
         self._require_sound()
-        scaled = ScaledStep(self, self._layout.parameters[0].device)
+        scaled = ScaledStep(self, self._layout.parameters)
         self._refuse_writing("step()")
         self._refuse_capture()
         self._refuse_pending()
@@ -507,7 +507,7 @@ class ShardedOptimizer(Optimizer):
         if self._is_one_copy:
             self._writes.settle()
         with self._giving_up_for_all("step()"):
-            scaled.unscale(self._layout.parameters)
+            scaled.unscale()
             if self._is_one_copy:
                 # What all ranks read: none reads it any more, and none does before it is whole.
                 for step in self._steps:
@@ -790,7 +790,7 @@ class ShardedOptimizer(Optimizer):
             bucket.wait()
 
     def _join(self) -> None:
-        """Waits until the host knows of the last step what it is to count, or has stepped itself.
+        """Waits until the last step is over on the host: one that it takes, and what it counts.
 
         What a delayed step has raised, the other ranks hear as well.
         """

@@ -8,7 +8,7 @@ somebody looks at the state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,30 +24,31 @@ class ScaledStep:
 
     Args:
         optimizer: The optimizer.
-        device: Of its parameters.
+        parameters: Its parameters; where a scaler has given it something, on one GPU.
 
     Attributes:
-        found_inf: A number on `device` that is not 0 where the step is to be left out; None without
-            a scaler.
+        found_inf: A number beside the parameters that is not 0 where the step is to be left out;
+            None without a scaler.
     """
 
-    def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
+    def __init__(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
         # Of no gradients at all, torch's scaler makes the number 0 and no tensor.
         found: Tensor | float | None = getattr(optimizer, "found_inf", None)
         self.found_inf: Tensor | None = None
-        if found is not None:
+        if found is not None and parameters:
             self.found_inf = torch.as_tensor(found, dtype=torch.float32)
-            self.found_inf = self.found_inf.detach().to(device, non_blocking=True)
+            self.found_inf = self.found_inf.detach().to(parameters[0].device, non_blocking=True)
         self._grad_scale: Tensor | float | None = getattr(optimizer, "grad_scale", None)
 
-    def unscale(self, parameters: Iterable[Tensor]) -> None:
-        """Divides the gradients, which are in float32, and stay so."""
+    def unscale(self) -> None:
+        """Divides the gradients, which are in float32, and stay divided."""
         if self._grad_scale is None:
             return
         # By the inverse in float32, as the scaler's unscale_().
         scale = torch.as_tensor(self._grad_scale)
         inverse = scale.detach().double().reciprocal().float()
-        scale_each([p.grad for p in parameters if p.grad is not None], inverse)
+        scale_each([p.grad for p in self._parameters if p.grad is not None], inverse)
 
 
 def forget_scale(optimizer: Optimizer) -> None:
