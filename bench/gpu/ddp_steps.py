@@ -50,9 +50,12 @@ _STEPS_BEFORE = 6
 
 # Calls of CUDA's runtime for which the host waits; torch's copies from or to ordinary memory end
 # with the first.
-_WAITING_CALLS = {
-    *("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cudaMemcpy"),
-}
+_WAITING_CALLS = (
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaMemcpy",
+)
 
 
 @dataclass
@@ -79,7 +82,7 @@ def ddp(module: nn.Module) -> nn.Module:
 
 
 def step_of(name: str, wrap: Callable[[nn.Module], nn.Module]) -> Step:
-    """A step of a model that is made here, which waits for the GPU at its end."""
+    """A step of a model that is made here; returns before the GPU has done it."""
     torch.manual_seed(0)
     module, inputs = MODELS[name].make()
     for table in module.modules():

@@ -16,12 +16,10 @@ from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Member, Segment
 from pydist.sharding.element_wise import ELEMENT_WISE, groups_unchanged
 from pydist.sharding.eligibility import unhooked_step
-from pydist.sharding.fused_step import FusedStep, fused_step
+from pydist.sharding.fused_step import FusedStep, Gradients, fused_step
 from pydist.sharding.gather import gather
 from pydist.sharding.parameter_groups import options_of
 from pydist.sharding.sharded_gradient import ShardedGradient
-
-_Gradients = Sequence[Tensor | None]
 
 
 class BucketStep:
@@ -119,7 +117,7 @@ class BucketStep:
 
     def update(
         self,
-        gradients: Sequence[_Gradients],
+        gradients: Sequence[Gradients],
         scale: float = 1.0,
         found_inf: Tensor | None = None,
     ) -> None:
@@ -131,7 +129,7 @@ class BucketStep:
             found_inf: A number beside the values; where it is not 0, nothing changes. The host
                 reads it only for what torch's class steps.
         """
-        left: list[tuple[Part, _Gradients]] = []
+        left: list[tuple[Part, Gradients]] = []
         for part, own in zip(self.parts, gradients, strict=True):
             if part.fused is None or not part.fused.run(own, scale, found_inf):
                 left.append((part, own if scale == 1 else _scaled(own, scale)))
@@ -193,7 +191,7 @@ def _step_by_class(
         segment.updated.grad = None
 
 
-def _scaled(gradients: _Gradients, scale: float) -> list[Tensor | None]:
+def _scaled(gradients: Gradients, scale: float) -> list[Tensor | None]:
     return [None if gradient is None else gradient * scale for gradient in gradients]
 
 

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from pydist import _native
 from pydist.sharding.buckets import Segment
 
-_Gradients = Sequence[Tensor | None]
+# This rank's part of each segment's gradient; None where it has none.
+Gradients = Sequence[Tensor | None]
 
 # Whose steps the kernels know.
 FUSED_CLASSES: tuple[type[Optimizer], ...] = (
@@ -87,7 +88,7 @@ class FusedStep:
         self._is_undecided = False
 
     def run(
-        self, gradients: _Gradients, scale: float = 1.0, found_inf: Tensor | None = None
+        self, gradients: Gradients, scale: float = 1.0, found_inf: Tensor | None = None
     ) -> bool:
         """Updates the segments that have a gradient, which is multiplied by `scale` first.
 
@@ -122,7 +123,7 @@ class FusedStep:
                 self._gather(chosen, names)
                 self._key = (chosen, names)
             beside: dict[str, Any] = {"gradient_scale": scale, "threads": self._threads}
-            if found_inf is not None and found_inf.device.type == "cuda":
+            if found_inf is not None:
                 beside["found_inf"] = found_inf
                 self._is_undecided = True
             self._call(taken, {**options, **beside})
