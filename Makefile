@@ -262,7 +262,7 @@ tidy: build/lint/compile_commands.json  ## clang-tidy
 	@$(MAKE) --no-print-directory -j$$(nproc) $(TIDY_SOURCES:%.cc=build/lint/%.tidy)
 
 build/lint/compile_commands.json: $(CMAKE) | $(OUT)/.tools
-	cmake -S . -B build/lint -G Ninja -DPYDIST_BUILD_PYTHON=OFF >/dev/null
+	cmake -S . -B build/lint -G Ninja -DPYDIST_BUILD_PYTHON=OFF -DPYDIST_BATCHES=OFF >/dev/null
 
 build/lint/%.tidy: %.cc $(filter %.h,$(CPP)) .clang-tidy build/lint/compile_commands.json
 	@mkdir -p $(@D)

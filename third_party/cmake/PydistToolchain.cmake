@@ -57,6 +57,10 @@ find_package(Threads REQUIRED)
 add_library(pydist_options INTERFACE)
 target_link_libraries(pydist_options INTERFACE Threads::Threads)
 target_compile_options(pydist_options INTERFACE -Wall -Wextra -Wpedantic)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  # It takes a source in a batch for a header, and warns of what headers should not declare.
+  target_compile_options(pydist_options INTERFACE -Wno-subobject-linkage)
+endif()
 if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
   # GCC 12 takes "text" + std::to_string(...) for an overlapping copy (its bug 105651).
   target_compile_options(pydist_options INTERFACE -Wno-restrict)
@@ -124,14 +128,9 @@ if(PYDIST_SANITIZE)
   target_compile_options(pydist_options INTERFACE
     $<$<NOT:$<BOOL:$<TARGET_PROPERTY:PYDIST_IS_TEST>>>:-O1>)
   target_link_options(pydist_options INTERFACE -fsanitize=${PYDIST_SANITIZE})
-  # Such a build is made to run the tests once: with sources in batches, which read each header once,
-  # it takes at most half of the time. g++ takes a source in a batch for a header, and warns of what
-  # headers should not declare.
+  # Such a build is made to run the tests once, so the batches are large.
   set(CMAKE_UNITY_BUILD ON)
   set(CMAKE_UNITY_BUILD_BATCH_SIZE 25)
-  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    target_compile_options(pydist_options INTERFACE -Wno-subobject-linkage)
-  endif()
   if("thread" IN_LIST sanitizers AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # g++ warns that TSan does not model atomic_thread_fence; the code states where it relies on one.
     target_compile_options(pydist_options INTERFACE -Wno-tsan)

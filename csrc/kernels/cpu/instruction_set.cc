@@ -22,10 +22,10 @@ struct CompiledSet {
 // The slowest first.
 constexpr CompiledSet kCompiledSets[] = {
     {InstructionSet::kPortable, portable_kernels},
-#if defined(__x86_64__)
+#if defined(PYDIST_HAS_AVX_KERNELS)
     {InstructionSet::kAvx2, avx2_kernels},
     {InstructionSet::kAvx512, avx512_kernels},
-#elif defined(__aarch64__)
+#elif defined(PYDIST_HAS_NEON_KERNELS)
     {InstructionSet::kNeon, neon_kernels},
 #endif
 };

@@ -1,5 +1,5 @@
-// The kernels of one instruction set: a table that kernels_<set>.cc fills in, and all that it
-// defines with external linkage (Note [One definition rule and instruction sets]).
+// The kernels of one instruction set: a table that kernels_<set>.cc fills in, where it is compiled,
+// and all that it defines with external linkage (Note [One definition rule and instruction sets]).
 
 #pragma once
 
@@ -24,11 +24,8 @@ struct KernelSet {
 };
 
 extern const KernelSet portable_kernels;
-#if defined(__x86_64__)
 extern const KernelSet avx2_kernels;
 extern const KernelSet avx512_kernels;
-#elif defined(__aarch64__)
 extern const KernelSet neon_kernels;
-#endif
 
 }  // namespace pydist::kernels
