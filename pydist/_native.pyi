@@ -597,6 +597,11 @@ class Reducer:
         Grows with every round; the same on all ranks.
         """
     @property
+    def rounds_concluded(self) -> int:
+        """
+        How many rounds have come to their end, where nobody raised.
+        """
+    @property
     def shardings(self) -> int:
         """
         How often buckets were given to optimizers; more than before: there are new ones.

@@ -413,6 +413,8 @@ void bind_reducer(py::module_& module) {
            "backward from an earlier forward then raises pydist.InvalidUsage with the reason.")
       .def_property_readonly("round", &Reducer::round,
                              "Grows with every round; the same on all ranks.")
+      .def_property_readonly("rounds_concluded", &Reducer::rounds_concluded,
+                             "How many rounds have come to their end, where nobody raised.")
       .def_property_readonly("is_in_backward", &Reducer::is_in_backward,
                              "Whether a backward that synchronises is under way.")
       .def_property_readonly(

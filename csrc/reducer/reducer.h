@@ -288,6 +288,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // Grows with every round; the same on all ranks.
   [[nodiscard]] std::uint64_t round() const noexcept { return round_.number; }
+  // How many rounds have come to their end, where nobody raised.
+  [[nodiscard]] std::uint64_t rounds_concluded() const noexcept { return rounds_concluded_; }
 
   // Whether this reducer averages the gradients of a parameter. Only for the thread that adds
   // parameters.
@@ -437,7 +439,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::unique_ptr<BucketPolicy> policy_;
   std::map<int, Watcher> watchers_;      // by owner
   std::optional<BucketPlan> next_plan_;  // agreed, for the next round
-  int rounds_learned_ = 0;               // of whose backwards the order is known
+  std::uint64_t rounds_concluded_ = 0;
+  int rounds_learned_ = 0;  // of whose backwards the order is known
   int rounds_before_hook_keeps_plan_ = 1;
   // In the last backward, no parameter was used on some ranks and unused on others.
   bool all_use_alike_ = true;

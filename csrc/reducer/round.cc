@@ -374,6 +374,7 @@ void Reducer::conclude_round(bool learns) {
   forget();
   restart();
   rethrow_if_any(common);
+  ++rounds_concluded_;
 }
 
 // All steps at once, outside of backward.

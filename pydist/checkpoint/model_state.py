@@ -20,7 +20,7 @@ from pydist.checkpoint.who_writes_what import Piece, of_rows, share_out
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 from pydist.parallel.names.state_names import matched, plain_names
-from pydist.parallel.ownership import owners_within
+from pydist.parallel.ownership import owners_within, trainers_of
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import SHORT
 
@@ -86,6 +86,20 @@ def names_in(parts: Iterable[Part], rank: int) -> optimizer_state.Names:
         if isinstance(wrapper, DataParallel):
             removed.update(id(parameter) for parameter in wrapper.removed())
     return {**dict.fromkeys(removed), **names}
+
+
+def settle(models: Iterable[Part]) -> None:
+    """Waits for what GPUs tell late of the steps until now.
+
+    Raises:
+        FloatingPointError: A gradient was not finite, and is looked for.
+        InvalidUsage: A weight was none.
+    """
+    for part in models:
+        with part.named():
+            module = inner(part.value)
+        for wrapper in trainers_of(module.parameters()):
+            wrapper.settle()
 
 
 def arrive(model: nn.Module) -> None:

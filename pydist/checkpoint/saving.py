@@ -175,6 +175,7 @@ def save(
             of_each = stateful_parts(stateful)
             parts = [*models, *optimizers, *of_all, *of_each]
             states = [(p, state_of(p)) for p in of_all]
+            model_state.settle(models)
             part = _collect(lane.communicator, models, optimizers, states, of_each, extra)
             # Each rank saves a part of the parameters, so all must have the same values.
             if own := model_state.own_writes(models):

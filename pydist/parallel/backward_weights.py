@@ -69,10 +69,18 @@ class BackwardWeights:
         if late and reducer.is_capturing:
             return  # which forbids to ask
         while late and (late[0].has_come() or len(late) > _MOST_UNDER_WAY):
-            if math.isnan(late.popleft().read()):
-                late.clear()
-                raise InvalidUsage(
-                    "the weight of an earlier backward was negative or not finite on this rank; it "
-                    "was computed on a GPU, so that this is known only now: the gradients of that "
-                    "step are NaN on every rank, so take up training again from before it"
-                )
+            self._read_first()
+
+    def settle(self, reducer: _native.Reducer) -> None:
+        """Waits for all of them, and raises InvalidUsage where one is none."""
+        while self._under_way and not reducer.is_capturing:
+            self._read_first()
+
+    def _read_first(self) -> None:
+        if math.isnan(self._under_way.popleft().read()):
+            self._under_way.clear()
+            raise InvalidUsage(
+                "the weight of an earlier backward was negative or not finite on this rank; it "
+                "was computed on a GPU, so that this is known only now: the gradients of that "
+                "step are NaN on every rank, so take up training again from before it"
+            )

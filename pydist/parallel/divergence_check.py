@@ -1,30 +1,19 @@
-"""Watches that the ranks' models stay alike (`check_every=`) and finite (`check_finite=`).
+"""Watches that the ranks' models stay alike (`check_every=`).
 
 Note [Divergence]
 Before every `check_every`-th forward that averages, each rank takes a fingerprint of every
 parameter and buffer, and all gather a digest of these: one small operation. Where the digests
 differ, they exchange the fingerprints, and all raise the same Mismatch.
-
-Note [A gradient that is not finite]
-What a rank raises in a backward that averages, the others learn in that backward. A backward that
-only accumulates meets nobody: were it to raise, this rank would leave its step, and the others
-would average that step's gradients with its next one's. So what is found there is logged, and
-raised by what averages it, a backward or `sync_gradients()`, or by a step that comes before it;
-unless the gradient has been thrown away by then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import time
-import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydist.errors import InvalidUsage, Mismatch
 from pydist.job.log import logger
@@ -33,7 +22,7 @@ from pydist.job.rank_names import culprits
 from pydist.parallel.fingerprints import fingerprints_of
 
 if TYPE_CHECKING:
-    from pydist._native import Communicator, Reducer
+    from pydist._native import Communicator
     from pydist.parallel.rank_local import RankLocal
 
 _LABEL = "pydist.DataParallel(check_every=)"
@@ -59,25 +48,18 @@ class Sentinel:
 
     Args:
         every: In every how many steps models are compared; None: never.
-        finite: Whether gradients are looked at.
 
     Attributes:
         is_comparing: Whether models are compared.
     """
 
-    def __init__(self, every: int | None, finite: bool) -> None:
+    def __init__(self, every: int | None) -> None:
         self._every = every
-        self._finite = finite
-        # By id: to compare tensors is to compare their elements.
-        self._watched: dict[int, weakref.ref[Tensor]] = {}
         # Forwards that average, with the present one: steps, where each has one.
         self._step = 0
         self._has_told_cost = False
         # False since a forward that did not average, and may have changed this rank's buffers.
         self._has_buffers_of_all = True
-        self._reducer: Reducer | None = None  # which tells whether a backward averages
-        # In backwards that only accumulated. See Note [A gradient that is not finite].
-        self._found: list[tuple[weakref.ref[Tensor], FloatingPointError]] = []
 
     @property
     def is_comparing(self) -> bool:
@@ -137,103 +119,6 @@ class Sentinel:
             seconds * 1e3,
             self._every,
         )
-
-    def watch(
-        self, trained: Iterable[tuple[str, nn.Parameter, bool]], rank: int, reducer: Reducer
-    ) -> None:
-        """Looks at the gradients of parameters from now on, where that was asked for.
-
-        A backward with a gradient that is not finite raises FloatingPointError on this rank, and
-        an error that names this rank on the others. One that only accumulates leaves that to the
-        next one that averages.
-        """
-        if not self._finite:
-            return
-        self._reducer = reducer
-        for name, parameter, _ in trained:
-            known = self._watched.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._watched[id(parameter)] = weakref.ref(parameter)
-                parameter.register_hook(_FiniteCheck(self, parameter, name, rank))
-
-    def stop(self) -> None:
-        """Looks at nothing any more: others train the parameters."""
-        self._finite, self._reducer = False, None
-        self._found.clear()
-
-    def look_at(self, gradient: Tensor, parameter: Tensor, name: str, rank: int) -> None:
-        """Looks at a gradient of this rank's that backward has computed.
-
-        Raises:
-            FloatingPointError: It is not finite, or one is not that an earlier backward
-                accumulated.
-        """
-        if self._reducer is None:
-            return
-        averages = self._reducer.is_in_backward
-        if averages:
-            self.raise_found()
-        nan, inf = _not_finite(gradient)
-        if not nan and not inf:
-            return
-        # The forward that averages, and counts, is yet to come.
-        step = self._step if averages else self._step + 1
-        kind = "backward" if averages else "backward, which accumulates,"
-        error = FloatingPointError(
-            f"the gradient of parameter {name} on rank {rank} has {nan} NaN and {inf} Inf among "
-            f"{gradient.numel()} elements in step {step}; of the parameters that this {kind} has "
-            "reached it is the first one"
-        )
-        if averages:
-            raise error
-        if not self._found:
-            logger.warning("%s. It is raised when it is averaged.", error)
-        self._found.append((weakref.ref(parameter), error))
-
-    def raise_found(self) -> None:
-        """Raises what backwards that only accumulated have found, once, where it is still there.
-
-        Raises:
-            FloatingPointError: A gradient is not finite.
-        """
-        if not self._found:
-            return
-        found, self._found = self._found, []
-        assert self._reducer is not None
-        pending = {id(each) for each in self._reducer.pending}
-        for known, error in found:
-            parameter = known()
-            if parameter is None or id(parameter) not in pending:
-                continue
-            if parameter.grad is None or any(_not_finite(parameter.grad)):
-                raise error
-
-
-def _not_finite(gradient: Tensor) -> tuple[int, int]:
-    """How many elements are NaN, and how many Inf."""
-    values = gradient.detach()
-    if values.is_sparse:
-        values = values.coalesce().values()
-    parts = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-    # One number for the host: a sum of finite elements may overflow, but then it is looked at.
-    if math.isfinite(float(parts.sum(dtype=torch.float64))):
-        return 0, 0
-    return int(values.isnan().sum()), int(values.isinf().sum())
-
-
-class _FiniteCheck:
-    """A hook on one parameter, which autograd calls with this rank's own gradient."""
-
-    def __init__(self, sentinel: Sentinel, parameter: Tensor, name: str, rank: int) -> None:
-        self._sentinel = weakref.ref(sentinel)
-        self._parameter = weakref.ref(parameter)
-        self._name = name
-        self._rank = rank
-
-    def __call__(self, gradient: Tensor) -> None:
-        sentinel, parameter = self._sentinel(), self._parameter()
-        if sentinel is not None and parameter is not None:
-            sentinel.look_at(gradient, parameter, self._name, self._rank)
 
 
 def _raise_where_different(communicator: Communicator, step: int, found: dict[str, int]) -> None:

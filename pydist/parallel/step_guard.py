@@ -108,7 +108,7 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
         return
     for wrapper in newest_first():
         if wrapper._working_reducer in reducers:
-            wrapper.require_finite()
+            wrapper.before_step()
     for reducer in reducers:
         if not (reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending)):
             continue

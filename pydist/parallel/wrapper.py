@@ -45,6 +45,7 @@ from pydist.parallel.bucket_planner import (
 from pydist.parallel.buffers.buffer_sync import BufferSync
 from pydist.parallel.compiled_graphs import graphs_cut_at
 from pydist.parallel.divergence_check import Sentinel
+from pydist.parallel.finite_check import FiniteCheck
 from pydist.parallel.names.state_hooks import run_hooks_of_module
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
@@ -240,8 +241,10 @@ class DataParallel(TorchIdioms, StandsForModule):
         check_finite: Whether a backward raises FloatingPointError as soon as a gradient of this
             rank's has a NaN or Inf, with the parameter, the rank and the step; the other ranks get
             an Error that names the rank. What is accumulated under `no_sync()` raises when it is
-            averaged. Reads every gradient, and waits for the GPU each time. Not
-            for use with a `GradScaler`, which provokes Inf and skips those steps. Default: False.
+            averaged. On a GPU, for which the host does not wait, the next backward that averages
+            raises it, or `pydist.save()`; a step has been taken with it by then. Reads every
+            gradient. Not for use with a `GradScaler`, which provokes Inf and skips those steps, nor
+            in a CUDA graph. Default: False.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
@@ -275,6 +278,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             "_sharded_parameters",
             "_local",
             "_buffer_sync",
+            "_finite_check",
             "_sentinel",
             "_weights",
             "_torch_attributes",
@@ -378,7 +382,8 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._input_device = input_device
         self._trained = TrainedParameters(local)
         self._buffer_sync = None
-        self._sentinel = Sentinel(settings.check_every, settings.check_finite)
+        self._sentinel = Sentinel(settings.check_every)
+        self._finite_check = FiniteCheck(settings.check_finite)
         self._weights = BackwardWeights()
         # The optimizers that update shards, by their numbers from 1.
         self._owners: list[weakref.ref[Any]] = []
@@ -456,7 +461,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         _forget_given_up()
         if _forget_given_up not in current.before_closing:
             current.before_closing.append(_forget_given_up)
-        self._sentinel.watch(trained.known, membership.rank(), reducer)
+        self._finite_check.watch(trained.known, membership.rank(), reducer)
         guard_steps()
         look_at_torchs_wrappers()
 
@@ -525,6 +530,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             reducer.prepare_forward(trains and self.module.training)
             if trains and self._buffer_sync is not None:
                 self._buffer_sync.before_forward(averages=reducer.enabled)
+            self._finite_check.before_forward(averages=trains and reducer.enabled)
             self._let_sentinel_look(averages=trains and reducer.enabled)
         with contextlib.ExitStack() as during:
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
@@ -672,7 +678,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 summed, and then changed in place.
         """
         self.require_joined()
-        self._reducer.synchronize(self._sentinel.raise_found)
+        self._reducer.synchronize(self._finite_check.before_sync)
 
     @contextlib.contextmanager
     def join(
@@ -943,13 +949,25 @@ class DataParallel(TorchIdioms, StandsForModule):
         told = {**self._settings.of_torch, **self._torch_attributes, **self.__dict__}
         return bool(told["static_graph"])
 
-    def require_finite(self) -> None:
-        """Raises what `check_finite=True` has found while gradients were only accumulated.
+    def before_step(self) -> None:
+        """Takes note of an optimizer's step.
 
         Raises:
-            FloatingPointError: A gradient was not finite.
+            FloatingPointError: A gradient that was only accumulated is not finite (with
+                `check_finite=True`).
         """
-        self._sentinel.raise_found()
+        self._finite_check.before_step()
+
+    def settle(self) -> None:
+        """Waits for what is told late of earlier steps, because a GPU has computed it.
+
+        Raises:
+            FloatingPointError: A gradient was not finite (with `check_finite=True`).
+            InvalidUsage: A weight was none.
+        """
+        if self._working_reducer is not None:
+            self._weights.settle(self._working_reducer)
+            self._finite_check.settle()
 
     @property
     def weight_of_backward(self) -> float | Tensor | None:
@@ -999,7 +1017,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 raise _sparse_error(name)
             self._reducer.add(name, parameter, is_sparse, *shards)
             self._trained.add(name, parameter, is_sparse)
-        self._sentinel.watch(joining, membership.rank(), self._reducer)
+        self._finite_check.watch(joining, membership.rank(), self._reducer)
 
     def _take_up(self, trained: Trained, how: str) -> None:
         """Retires whoever else trains any of some parameters. Talks to nobody."""
@@ -1030,7 +1048,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         for owner in self.shard_owners():
             with contextlib.suppress(Error):  # of a group that failed; then nothing arrives
                 owner.finish()
-        self._sentinel.stop()
+        self._finite_check.stop()
         self._reducer.retire(reason)
         self._working_reducer, self._why_retired = None, reason
 

@@ -174,6 +174,7 @@ def test_checkpoints_take_nothing_of_the_gpu(tmp_path: Path) -> None:
     [
         ("attention", []),
         ("attention, clipped", []),
+        ("attention, checked", []),
         ("stage 1, clipped", []),
         ("stage 2", []),
         ("batch norm", []),
@@ -188,14 +189,6 @@ def test_how_often_the_host_waits(backend: str, kind: str, waits: list[str]) -> 
         waits = []
     for found in run_ranks(train, 2, kind, env={"PYDIST_BACKEND": backend}, timeout=50):
         assert found.host_waits == waits
-
-
-def test_a_check_of_each_gradient_waits_for_each() -> None:
-    """It is to raise in the backward that has computed it, before others have averaged it."""
-    for found in run_ranks(
-        train, 2, "attention, checked", env={"PYDIST_BACKEND": "nccl"}, timeout=50
-    ):
-        assert found.host_waits == ["aten::_local_scalar_dense"] * 9
 
 
 @pytest.mark.parametrize("stage", [1, 2])
