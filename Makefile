@@ -12,7 +12,7 @@
 #   PIP_FLAGS   more flags for pip, such as an index of CPU-only wheels
 #   WERROR      ON makes compiler warnings errors             (OFF; .ci/run sets it)
 #   N           processes of `make train`                       (2)
-#   ARGS        more arguments for train, test (pytest) and bench
+#   ARGS        more arguments for train, test (pytest), bench and test-gpu (--dry-run)
 #   PART        the parts that `make test-gpu` runs                (all)
 #   REPORTS     where it puts what it finds                      (build/gpu/reports)
 #   FRAMEWORKS  the pins that `make test-frameworks` installs; it gives them itself
@@ -198,7 +198,7 @@ test-view: $(OUT)/.view  ## the page of `pydist view` in a real browser: needs c
 # By PYTHON itself, which has torch for CUDA: see docs/gpu.md. Nothing is downloaded.
 .PHONY: test-gpu
 test-gpu:  ## what one NVIDIA GPU can show, in parts of 9 minutes: all of them, or PART=2
-	$(PYTHON) tests/one_gpu/run_parts.py --reports $(REPORTS) $(PART)
+	$(PYTHON) tests/one_gpu/run_parts.py --reports $(REPORTS) $(ARGS) $(PART)
 
 # The tools and what they import; torch and numpy are there.
 .PHONY: gpu-wheels

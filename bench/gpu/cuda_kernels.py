@@ -1,4 +1,4 @@
-"""The CUDA kernels beside the copy bandwidth of the card: python bench/gpu/cuda_kernels.py [MiB].
+"""The CUDA kernels beside the copy bandwidth of the card: python bench/gpu/cuda_kernels.py
 
 Every kernel is bound by memory, so what counts is how many bytes a second it moves, read and
 written, as a share of what a copy moves in the same run. The aim is 85 %. Calls are replayed as
@@ -7,6 +7,7 @@ found in the cache; medians. Exits with 1 where a kernel misses the aim, with 2 
 GPU.
 """
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 import cuda_library
+import gpu_figures
 from cuda_library import CudaLibrary
 
 AIM = 0.85
@@ -144,13 +146,17 @@ def cases(library: CudaLibrary, size: int, device: str = "cuda") -> list[tuple[s
     ]
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mib", nargs="?", type=int, default=256, help="of each array")
+    gpu_figures.add_option(parser)
+    given = parser.parse_args(arguments)
     why_not = cuda_library.why_not_real()
     if why_not:
         print(f"The CUDA kernels were not measured: {why_not}.")
         return 2
     library = cuda_library.real()
-    size = int(sys.argv[1]) << 20 if len(sys.argv) > 1 else 256 << 20
+    size = given.mib << 20
     library.load_kernels()
 
     sources = [torch.randn(size // 4, device="cuda") for _ in range(3)]
@@ -167,6 +173,7 @@ def main() -> int:
     print(f"copy of {size >> 20} MiB: {copy_rate * 1e-9:.0f} GB/s, read and written\n")
     print(f"{'kernel':36} {'GB/s':>8} {'of copy':>8}")
     missed = []
+    found = [gpu_figures.figure("copy", f"{copy_rate * 1e-9:.0f} GB/s", bytes_per_s=copy_rate)]
     for name, make in cases(library, size):
         made = [make() for _ in range(3)]
         rate = made[0][1] / seconds([call for call, _ in made])
@@ -174,6 +181,8 @@ def main() -> int:
         share = rate / copy_rate
         mark = "" if share >= AIM else "  below the aim"
         print(f"{name:36} {rate * 1e-9:8.0f} {share:8.0%}{mark}")
+        found.append(gpu_figures.figure(name, f"{share:.0%}", bytes_per_s=rate, of_copy=share))
+        gpu_figures.keep(given.json, found)
         if share < AIM:
             missed.append(name)
     print(

@@ -15,13 +15,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +30,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
 import fake_cuda
+import gpu_figures
 import gpu_pairs
 import gpu_ranks
 from launch import Ranks
@@ -179,22 +178,23 @@ def measure_alone(name: str, seconds: float) -> Found:
     return found
 
 
+def memory_text(found: Found) -> str:
+    if not found.ours_bytes or not found.ddp_bytes:
+        return "?"
+    return f"{found.ours_bytes / found.ddp_bytes:.2f}"
+
+
 def table_of(found: Sequence[Found]) -> Table:
     sharing = "that share a GPU" if gpu_pairs.are_sharing() else "with a GPU each"
     table = Table(title=f"a training step, {gpu_pairs.rank_count()} ranks {sharing}")
     for column in ("model", "DDP, ms", "pydist / DDP", "memory / DDP", "waits", "waits of DDP"):
         table.add_column(column, justify="right", no_wrap=True)
     for each in found:
-        memory = (
-            "?"
-            if not each.ours_bytes or not each.ddp_bytes
-            else f"{each.ours_bytes / each.ddp_bytes:.2f}"
-        )
         table.add_row(
             each.model,
             f"{statistics.median(each.ddp_s) * 1e3:.2f}",
             str(ratio_of(each.ours_s, each.ddp_s)),
-            memory,
+            memory_text(each),
             str(each.ours_waits),
             str(each.ddp_waits),
         )
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default="gpt,resnet,recommender")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each model")
-    parser.add_argument("--json", type=Path, help="a file, where it is kept as well")
+    gpu_figures.add_option(parser)
     given = parser.parse_args(arguments)
     names = given.models.split(",")
     if unknown := [name for name in names if name not in MODELS]:
@@ -222,8 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found.append(measure_alone(name, given.seconds))
         except AssertionError as error:
             print(f"{name} was not measured: {error}")
-        if given.json is not None:  # what is found so far: the next model may hang
-            keep(given.json, found)
+        gpu_figures.keep(given.json, [figure_of(each) for each in found])
     Console().print(table_of(found))
     waiting = [each.model for each in found if each.ours_waits]
     if waiting:
@@ -231,13 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if waiting or len(found) < len(names) else 0
 
 
-def keep(file: Path, found: Sequence[Found]) -> None:
-    machine: dict[str, Any] = {"torch": torch.__version__, "ranks": gpu_pairs.rank_count()}
-    if gpu_ranks.IS_REAL:
-        machine["gpu"] = torch.cuda.get_device_name()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    kept = {"machine": machine, "models": [asdict(each) for each in found]}
-    file.write_text(json.dumps(kept, indent=1) + "\n")
+def figure_of(found: Found) -> gpu_figures.Figure:
+    waits = f"waits {found.ours_waits}, of DDP {found.ddp_waits}"
+    shown = f"{ratio_of(found.ours_s, found.ddp_s)} of DDP, memory {memory_text(found)}, {waits}"
+    return gpu_figures.figure(found.model, shown, ranks=gpu_pairs.rank_count(), **asdict(found))
 
 
 if __name__ == "__main__":

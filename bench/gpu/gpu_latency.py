@@ -18,6 +18,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
+import gpu_figures
 import gpu_pairs
 
 from pydist.benchmarks.noise import is_noisy, ratio_of
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default="8,64,512,4K,16K,64K")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
+    gpu_figures.add_option(parser)
     args = parser.parse_args(arguments)
     why_not = gpu_pairs.why_not("nccl")
     if not why_not and not dist.is_nccl_available():
@@ -42,17 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size in args.sizes.split(",")
     ]
     sharing = "that share a GPU" if gpu_pairs.are_sharing() else "with a GPU each"
+    found: list[gpu_figures.Figure] = []
     table = Table(title=f"all_reduce of {args.dtype}, {nprocs} ranks {sharing}")
     for column in ("size", "torch, µs", "pydist, µs", "pydist / torch", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for case, times in zip(cases, gpu_pairs.measure(cases, nprocs, args.seconds), strict=True):
+        found.append(
+            gpu_pairs.figure_of(
+                size_text(case.size_bytes), times, ratio_of(times.subject_s, times.reference_s)
+            )
+        )
+        gpu_figures.keep(args.json, found)
         table.add_row(
             size_text(case.size_bytes),
             *(
                 f"{statistics.median(each) * 1e6:.1f}"
                 for each in (times.reference_s, times.subject_s)
             ),
-            str(ratio_of(times.subject_s, times.reference_s)),
+            found[-1]["shown"],
             "noisy" if is_noisy(times.reference_s) else "",
         )
     Console().print(table)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import gpu_figures
 import gpu_ranks
 import staged_gpu
 import torch
@@ -21,6 +23,7 @@ from launch import Ranks
 from turns import Pair, Times, take_turns
 
 import pydist
+from pydist.benchmarks.noise import Ratio
 from pydist.gpu.nccl import find_nccl
 from pydist.gpu.visible import why_none
 
@@ -69,6 +72,16 @@ def take_case(case: Case, is_sharing: bool, seconds: float) -> Times:
         gpu_ranks.install() if case.backend == "nccl" else staged_gpu.install()
     pydist.init()
     return take_turns(case.make_pair, (case.size_bytes, case.dtype), seconds)
+
+
+def figure_of(what: str, times: Times, ratio: Ratio) -> gpu_figures.Figure:
+    return gpu_figures.figure(
+        what,
+        str(ratio),
+        reference=times.reference_name,
+        reference_s=statistics.median(times.reference_s),
+        subject_s=statistics.median(times.subject_s),
+    )
 
 
 def zeros(size_bytes: int, dtype: str) -> torch.Tensor:

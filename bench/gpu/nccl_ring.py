@@ -18,6 +18,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
+import gpu_figures
 import gpu_pairs
 
 from pydist.benchmarks.noise import is_noisy, ratio_of
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default="64K,1M,16M,256M")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
+    gpu_figures.add_option(parser)
     args = parser.parse_args(arguments)
     if why_not := gpu_pairs.why_not("nccl"):
         print(f"The ring was not measured beside NCCL: {why_not}.")
@@ -39,10 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in args.dtypes.split(",")
         for size in args.sizes.split(",")
     ]
+    found: list[gpu_figures.Figure] = []
     table = Table(title=f"all_reduce on {nprocs} ranks, {torch.cuda.get_device_name()}")
     for column in ("size", "dtype", "NCCL's own, µs", "ring, µs", "ring / NCCL's own", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for case, times in zip(cases, gpu_pairs.measure(cases, nprocs, args.seconds), strict=True):
+        found.append(
+            gpu_pairs.figure_of(
+                f"{size_text(case.size_bytes)} {case.dtype}",
+                times,
+                ratio_of(times.subject_s, times.reference_s),
+            )
+        )
+        gpu_figures.keep(args.json, found)
         table.add_row(
             size_text(case.size_bytes),
             case.dtype,
@@ -50,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{statistics.median(each) * 1e6:.1f}"
                 for each in (times.reference_s, times.subject_s)
             ),
-            str(ratio_of(times.subject_s, times.reference_s)),
+            found[-1]["shown"],
             "noisy" if is_noisy(times.reference_s) else "",
         )
     Console().print(table)

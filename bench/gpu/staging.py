@@ -18,6 +18,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "python"))
+import gpu_figures
 import gpu_pairs
 
 from pydist.benchmarks.noise import is_noisy, ratio_of
@@ -29,11 +30,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", default="64K,1M,16M,256M")
     parser.add_argument("--backends", default="native,gloo")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each case")
+    gpu_figures.add_option(parser)
     args = parser.parse_args(arguments)
     if why_not := gpu_pairs.why_not("native"):
         print(f"The staging was not measured: {why_not}.")
         return 2
     nprocs = gpu_pairs.rank_count()
+    found: list[gpu_figures.Figure] = []
     table = Table(title=f"all_reduce of float32 on {nprocs} ranks, {torch.cuda.get_device_name()}")
     for column in ("size", "backend", "copies, GB/s", "staged, GB/s", "share of the copies", ""):
         table.add_column(column, justify="right", no_wrap=True)
@@ -43,6 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for size in args.sizes.split(",")
         ]
         for case, times in zip(cases, gpu_pairs.measure(cases, nprocs, args.seconds), strict=True):
+            found.append(
+                gpu_pairs.figure_of(
+                    f"{size_text(case.size_bytes)} {backend}",
+                    times,
+                    ratio_of(times.reference_s, times.subject_s),
+                )
+            )
+            gpu_figures.keep(args.json, found)
             table.add_row(
                 size_text(case.size_bytes),
                 backend,
@@ -50,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{2e-9 * case.size_bytes / statistics.median(each):.2f}"
                     for each in (times.reference_s, times.subject_s)
                 ),
-                str(ratio_of(times.reference_s, times.subject_s)),
+                found[-1]["shown"],
                 "noisy" if is_noisy(times.reference_s) else "",
             )
     Console().print(table)

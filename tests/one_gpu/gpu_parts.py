@@ -2,7 +2,7 @@
 
 A part takes `PART_S` at most. It may have to build first, on a machine that has nothing yet, and
 what is then left is divided among its steps: the limit of each keeps one that hangs from taking the
-time of the others.
+time of the others. Benchmarks leave what they find in the folder of reports, $REPORTS.
 """
 
 from dataclasses import dataclass
@@ -157,24 +157,24 @@ PARTS = (
         (
             Step(
                 "the kernels' share of the copy bandwidth (goal: 85 %)",
-                "python bench/gpu/cuda_kernels.py",
+                "python bench/gpu/cuda_kernels.py --json $REPORTS/kernels.json",
                 60,
             ),
             Step(
                 "staging beside plain copies, cudaHostRegister of the shared heap at work",
-                "python bench/gpu/staging.py --seconds 1",
+                "python bench/gpu/staging.py --seconds 1 --json $REPORTS/staging.json",
                 60,
             ),
             Step(
                 "the ring beside NCCL's own all-reduce, both by sockets",
-                "python bench/gpu/nccl_ring.py --seconds 1",
+                "python bench/gpu/nccl_ring.py --seconds 1 --json $REPORTS/ring.json",
                 60,
             ),
             Step(
                 "the latency of an all-reduce of 8 B to 64 KiB beside torch's ProcessGroupNCCL, "
                 "by sockets",
                 "CUDA_VISIBLE_DEVICES=0 python bench/gpu/gpu_latency.py "
-                "--sizes 8,64,512,4K,16K,64K --seconds 1",
+                "--sizes 8,64,512,4K,16K,64K --seconds 1 --json $REPORTS/latency.json",
                 60,
             ),
             Step(
@@ -194,7 +194,7 @@ PARTS = (
         (
             Step(
                 "GPT, ResNet-18 and a recommender: time, memory, and how often the host waits",
-                "python bench/gpu/ddp_steps.py --json build/gpu/reports/ddp_steps.json",
+                "python bench/gpu/ddp_steps.py --json $REPORTS/ddp_steps.json",
                 340,
             ),
         ),
@@ -236,7 +236,8 @@ PARTS = (
             ),
             Step(
                 "the flows of a step: GB/s, and which bounds it",
-                "pydist bench sharded --offload -p 1 --models gpt --seconds 10",
+                "pydist bench sharded --offload -p 1 --models gpt --seconds 10 "
+                "--json $REPORTS/offload.json",
                 60,
             ),
         ),

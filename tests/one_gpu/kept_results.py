@@ -12,6 +12,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gpu_parts import Step
+from limited_command import Ended
 from part_report import Report
 
 # The table of parts in docs/gpu.md, a row of which ends with where the part was run.
@@ -42,6 +44,7 @@ def keep(folder: Path, number: int, report: Report) -> None:
                 "result": ended.how,
                 "seconds": round(ended.took_s, 1),
                 "tests": ended.counts,
+                "found": _found(folder, step, ended),
             }
             for step, ended in report.rows
         ],
@@ -50,6 +53,15 @@ def keep(folder: Path, number: int, report: Report) -> None:
     new = folder / "results.json.new"
     new.write_text(json.dumps(found, indent=1) + "\n")
     os.replace(new, folder / "results.json")
+
+
+def _found(folder: Path, step: Step, ended: Ended) -> Any:
+    """What a benchmark has left in the folder, if it has left anything now."""
+    named = re.search(r"--json \$REPORTS/(\S+)", step.command)
+    file = folder / named[1] if named else None
+    if file is None or not file.exists() or file.stat().st_mtime < ended.began:
+        return None
+    return json.loads(file.read_text())
 
 
 def commit() -> str:
@@ -63,10 +75,13 @@ def commit() -> str:
 
 def table(found: Results) -> str:
     """One row for each step of each part."""
-    lines = ["| part | step | result | seconds | tests |", "|---|---|---|---|---|"]
+    lines = ["| part | step | result | seconds | found |", "|---|---|---|---|---|"]
     for number, part in sorted(found.items(), key=lambda item: int(item[0])):
         for step in part["steps"]:
-            cells = (number, *(str(step[k]) for k in ("what", "result", "seconds", "tests")))
+            figures = (step["found"] or {}).get("figures", ())
+            measured = "; ".join(f"{each['of']}: {each['shown']}" for each in figures)
+            found_it = measured or step["tests"]
+            cells = (number, step["what"], step["result"], str(step["seconds"]), found_it)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -41,7 +41,7 @@ def test_both_take_turns(cases: list[gpu_pairs.Case]) -> None:
 
 
 def test_the_latencys_arguments(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def measure(cases: list[gpu_pairs.Case], nprocs: int, seconds: float) -> list[Times]:
         assert (nprocs, seconds) == (gpu_pairs.rank_count(), 0.5)
@@ -54,8 +54,11 @@ def test_the_latencys_arguments(
     monkeypatch.setattr(gpu_pairs, "measure", measure)
     monkeypatch.setattr(gpu_pairs, "why_not", lambda backend: "")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    flags = ["--sizes", "8,64K", "--dtype", "bfloat16", "--seconds", "0.5"]
+    kept = tmp_path / "latency.json"
+    flags = ["--sizes", "8,64K", "--dtype", "bfloat16", "--seconds", "0.5", "--json", str(kept)]
     assert gpu_latency.main(flags) == 0
+    figures = json.loads(kept.read_text())["figures"]
+    assert [(each["of"], each["subject_s"]) for each in figures] == [("8 B", 2e-5), ("64 KiB", 2e-5)]
     said = capsys.readouterr().out
     assert "20.0" in said
     assert "2.00" in said
@@ -90,8 +93,8 @@ def test_steps_beside_ddp(
     kept = tmp_path / "new" / "steps.json"
     assert ddp_steps.main(["--models", "tiny", "--seconds", "0", "--json", str(kept)]) == 0
     assert "tiny" in capsys.readouterr().out
-    (found,) = json.loads(kept.read_text())["models"]
-    assert found["ours_waits"] == 0
+    (found,) = json.loads(kept.read_text())["figures"]
+    assert (found["of"], found["ours_waits"]) == ("tiny", 0)
     assert len(found["ours_s"]) == len(found["ddp_s"]) > 1
 
 
@@ -108,7 +111,9 @@ def test_a_model_that_fails_leaves_the_others(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     kept = tmp_path / "steps.json"
     assert ddp_steps.main(["--models", "gpt,resnet", "--json", str(kept)]) == 1
-    assert [each["model"] for each in json.loads(kept.read_text())["models"]] == ["resnet"]
+    (figure,) = json.loads(kept.read_text())["figures"]
+    assert figure["of"] == "resnet"
+    assert figure["shown"].endswith(" of DDP, memory 1.50, waits 0, of DDP 4")
     said = capsys.readouterr().out
     assert "gpt was not measured: a rank ended" in said
     assert "1.50" in said

@@ -1,6 +1,7 @@
 """`make test-gpu`: its parts hold their time, go on after failures, and leave a report."""
 
 import datetime
+import json
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 import run_parts
 from gpu_build import make_environment
 from gpu_parts import BUILD_S, PART_S, PARTS, Part, Step
+from thorough import everyday
 from time_limit import PATIENCE
 
 # Where the commands of these tests run: with the Python that runs the tests first.
@@ -136,16 +138,25 @@ def test_the_environment_finds_what_the_python_below_it_has(tmp_path: Path) -> N
     assert f"    {tmp_path / 'venv'}\n" in (tmp_path / "part-1.md").read_text()
 
 
-def test_steps_run_on_the_stand_ins(tmp_path: Path) -> None:
-    """The quick ones: what the others select is looked at in test_documented_commands.py.
+def test_what_benchmarks_leave_is_kept(tmp_path: Path) -> None:
+    figures = '{"figures": [{"of": "copy", "shown": "3 TB/s"}, {"of": "sum", "shown": "90%"}]}'
+    leaving = f"echo '{figures}' >$REPORTS/new.json; : --json $REPORTS/new.json"
+    (tmp_path / "old.json").write_text(figures)
+    os.utime(tmp_path / "old.json", (1.0, 1.0))
+    part = Part("", steps(leaving, ": --json $REPORTS/old.json", ": --json $REPORTS/no.json"))
+    assert run_parts.run_part(1, part, [], tmp_path, HERE)
+    found = kept_results.read(tmp_path)
+    assert [step["found"] for step in found["1"]["steps"]] == [json.loads(figures), None, None]
+    assert "| copy: 3 TB/s; sum: 90% |" in kept_results.table(found)
 
-    Their tests run in everyday tests, too; the benchmarks say that there is no GPU to measure.
-    """
-    quick = [
-        replace(step, limit_s=100 * PATIENCE)
-        for part in PARTS
-        for step in part.steps
-        if step.command == "pydist info" or step.command.endswith("test_buffers.py -k graph")
-    ]
-    assert len(quick) == 2
-    assert run_parts.run_part(1, Part("quick ones", tuple(quick)), [], tmp_path, HERE)
+
+@pytest.mark.parametrize(
+    "number",
+    everyday(6, thorough=[number for number in range(1, len(PARTS) + 1) if number != 6]),
+)
+def test_a_dry_run(number: int, tmp_path: Path) -> None:
+    """Of a part with benchmarks; test_documented_commands.py looks at what the others select."""
+    part = run_parts.rehearsed(PARTS[number - 1])
+    patient = tuple(replace(step, limit_s=100 * PATIENCE) for step in part.steps)
+    assert len(patient) > 0
+    assert run_parts.run_part(number, replace(part, steps=patient), [], tmp_path, HERE)
