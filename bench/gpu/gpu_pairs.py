@@ -52,9 +52,17 @@ def rank_count() -> int:
     return max(2, torch.cuda.device_count())
 
 
-def are_sharing() -> bool:
-    """Whether ranks share a GPU (a fake counts as one)."""
-    return not torch.cuda.is_available() or torch.cuda.device_count() < rank_count()
+def are_sharing(ranks: int | None = None) -> bool:
+    """Whether so many ranks, by default `rank_count()`, share a GPU (a fake counts as one)."""
+    count = rank_count() if ranks is None else ranks
+    return not torch.cuda.is_available() or torch.cuda.device_count() < count
+
+
+def join(is_sharing: bool, backend: str) -> None:
+    """Joins the job on a GPU of this rank's own, or on one that is shared."""
+    if is_sharing and not pydist.is_initialized():
+        gpu_ranks.install() if backend == "nccl" else staged_gpu.install()
+    pydist.init()
 
 
 def measure(cases: Sequence[Case], nprocs: int, seconds: float) -> list[Times]:
@@ -68,9 +76,7 @@ def measure(cases: Sequence[Case], nprocs: int, seconds: float) -> list[Times]:
 
 def take_case(case: Case, is_sharing: bool, seconds: float) -> Times:
     """On each rank."""
-    if is_sharing and not pydist.is_initialized():
-        gpu_ranks.install() if case.backend == "nccl" else staged_gpu.install()
-    pydist.init()
+    join(is_sharing, case.backend)
     return take_turns(case.make_pair, (case.size_bytes, case.dtype), seconds)
 
 
@@ -107,9 +113,9 @@ def ring_group() -> dist.ProcessGroup:
 
 
 @functools.cache
-def torchs_group() -> dist.ProcessGroup:
-    """All ranks, on torch's own NCCL; on fakes, which torch has none of, on pydist as well."""
-    group = dist.new_group(backend="nccl" if gpu_ranks.IS_REAL else "pydist")
+def torchs_group(backend: str = "nccl") -> dist.ProcessGroup:
+    """All ranks, on torch's own backend; on fakes, which torch has none of, on pydist as well."""
+    group = dist.new_group(backend=backend if gpu_ranks.IS_REAL else "pydist")
     assert isinstance(group, dist.ProcessGroup)
     return group
 

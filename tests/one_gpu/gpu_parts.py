@@ -195,7 +195,12 @@ PARTS = (
             Step(
                 "GPT, ResNet-18 and a recommender: time, memory, and how often the host waits",
                 "python bench/gpu/ddp_steps.py --json $REPORTS/ddp_steps.json",
-                340,
+                300,
+            ),
+            tests(
+                "the host waits as often as on the stand-in, in steps of each kind",
+                f"{_GPU}/test_host_waits.py",
+                60,
             ),
         ),
     ),
@@ -240,6 +245,18 @@ PARTS = (
                 "--json $REPORTS/offload.json",
                 60,
             ),
+        ),
+    ),
+    Part(
+        "training steps beside DDP: 4 ranks, and staged",
+        tuple(
+            Step(
+                f"{ranks} ranks on {backend}",
+                f"python bench/gpu/ddp_steps.py --ranks {ranks} --backend {backend} --seconds 1 "
+                f"--json $REPORTS/ddp_steps_{ranks}_{backend}.json",
+                120,
+            )
+            for ranks, backend in ((4, "nccl"), (2, "native"), (4, "native"))
         ),
     ),
 )

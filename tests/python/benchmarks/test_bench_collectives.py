@@ -160,6 +160,7 @@ def test_beside_an_mpi(bench: Bench, name: str, tmp_path: Path) -> None:
     assert all(row["wrong"] == 0 for row in rows if row["time_us"] and row["size_bytes"])
 
 
+@pytest.mark.thorough
 def test_a_reader_that_has_seen_enough() -> None:
     command = " ".join(COMMAND) + " all_reduce -b 8 -e 8K -f 2 --seconds 0 | head -1"
     done = run_command(["bash", "-c", command], timeout=90)

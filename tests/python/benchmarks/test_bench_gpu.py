@@ -58,7 +58,10 @@ def test_the_latencys_arguments(
     flags = ["--sizes", "8,64K", "--dtype", "bfloat16", "--seconds", "0.5", "--json", str(kept)]
     assert gpu_latency.main(flags) == 0
     figures = json.loads(kept.read_text())["figures"]
-    assert [(each["of"], each["subject_s"]) for each in figures] == [("8 B", 2e-5), ("64 KiB", 2e-5)]
+    assert [(each["of"], each["subject_s"]) for each in figures] == [
+        ("8 B", 2e-5),
+        ("64 KiB", 2e-5),
+    ]
     said = capsys.readouterr().out
     assert "20.0" in said
     assert "2.00" in said
@@ -85,23 +88,30 @@ def test_only_one_of_them_is_the_ring() -> None:
 
 
 @needs_gpu_ranks
+@pytest.mark.parametrize(("ranks", "backend"), [(2, "nccl"), (3, "native")])
 def test_steps_beside_ddp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ranks: int,
+    backend: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(gpu_pairs, "why_not", lambda backend: "")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     kept = tmp_path / "new" / "steps.json"
-    assert ddp_steps.main(["--models", "tiny", "--seconds", "0", "--json", str(kept)]) == 0
+    flags = ["--models", "tiny", "--seconds", "0", "--json", str(kept)]
+    assert ddp_steps.main([*flags, "--ranks", str(ranks), "--backend", backend]) == 0
     assert "tiny" in capsys.readouterr().out
     (found,) = json.loads(kept.read_text())["figures"]
-    assert (found["of"], found["ours_waits"]) == ("tiny", 0)
+    assert (found["of"], found["ours_waits"]) == ("tiny", 0 if backend == "nccl" else None)
     assert len(found["ours_s"]) == len(found["ddp_s"]) > 1
 
 
 def test_a_model_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(name: str, seconds: float) -> ddp_steps.Found:
+    def measure(name: str, ranks: int, backend: str, seconds: float) -> ddp_steps.Found:
+        assert (ranks, backend) == (gpu_pairs.rank_count(), "nccl")
         if name == "gpt":
             raise AssertionError("a rank ended")
         return ddp_steps.Found(name, [2e-3] * 20, [1e-3] * 20, 300, 200, int(name == "deep"), 4)

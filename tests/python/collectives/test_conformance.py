@@ -60,11 +60,10 @@ class Pool:
         self._ranks = None
 
 
-# Of the pools: each way that a collective is made (but for the ring over NCCL, which the C++ tests
-# show on the same stand-in), and three ranks, which divide little evenly.
+# Of the pools: each way that a collective is made (but for the ring over NCCL, and small chunks,
+# which the C++ tests show), and three ranks, which divide little evenly.
 EVERYDAY = (
-    *("native-1", "native-3", "native, ring-3", "gloo-2", "native, small chunks-3"),
-    *("native, device-3", "nccl, device-2"),
+    *("native-1", "native-3", "native, ring-3", "gloo-2", "native, device-3", "nccl, device-2"),
 )
 
 

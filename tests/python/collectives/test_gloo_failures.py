@@ -142,7 +142,7 @@ def wait_for_long(waits: str) -> None:
         communicator.recv(torch.ones(2), 1)
 
 
-@pytest.mark.parametrize("waits", ["in a collective", "for a message"])
+@pytest.mark.parametrize("waits", everyday("in a collective", thorough=("for a message",)))
 def test_the_log_tells_once_for_whom_a_rank_waits(waits: str) -> None:
     with Ranks(3) as ranks:
         logs = [each.output for each in ranks.outcomes(wait_for_long, waits, timeout=LIMIT_S)]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from launch import Ranks, run_command
+from thorough import everyday
 
 import pydist
 from pydist.cli import main
@@ -192,7 +193,7 @@ if sys.argv[1:] == ["fail"]:
 """
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", everyday(False, thorough=(True,)))
 def test_a_dump(tmp_path: Path, fails: bool) -> None:
     arguments = ["fail"] if fails else []
     done = run_command(

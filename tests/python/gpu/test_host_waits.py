@@ -1,5 +1,7 @@
 """What a training step costs the host and the GPU, as the stand-in counts it.
 
+How often the host waits, a GPU counts too: both agree.
+
 A host wait is what stops the thread that trains until the GPU has come so far: a number that is
 read, a copy from or to ordinary memory, an event or a stream that is waited for. An event wait
 holds the stream up on which the model computes. A launch is a kernel of NCCL's.
@@ -21,13 +23,14 @@ import staged_gpu
 import torch
 from fake_cuda import needs_fake_cuda
 from gpu_ranks import needs_gpu_ranks
+from host_waits import host_waits_of
 from launch import run_ranks
 from torch import Tensor, nn
 from training import TIME_LIMIT, joined
 
 import pydist
 
-pytestmark = [needs_gpu_ranks, needs_fake_cuda, TIME_LIMIT]
+pytestmark = [needs_gpu_ranks, TIME_LIMIT]
 
 # After so many steps the plan of the buckets is settled, and buffers are known.
 _STEPS_BEFORE = 6
@@ -87,17 +90,18 @@ def counts_of(step: Callable[[], None], model: pydist.DataParallel) -> Counts:
     """What a step costs, once everything is settled."""
     for _ in range(_STEPS_BEFORE):
         step()
-    fake_cuda.synchronize()
-    fake_cuda.take_host_waits()
-    fake_cuda.take_event_waits()
-    has_nccl = os.environ["PYDIST_BACKEND"] == "nccl"
+    is_faked = not gpu_ranks.IS_REAL
+    gpu_ranks.synchronize()
+    if is_faked:
+        fake_cuda.take_event_waits()
+    has_nccl = is_faked and os.environ["PYDIST_BACKEND"] == "nccl"
     nccl = ctypes.CDLL("libnccl.so.2") if has_nccl else None
     before = nccl.fake_nccl_launches() if nccl else 0
-    step()
+    host_waits = host_waits_of(step)
     return Counts(
-        host_waits=fake_cuda.take_host_waits(),
+        host_waits=host_waits,
         launches=nccl.fake_nccl_launches() - before if nccl else 0,
-        event_waits=fake_cuda.take_event_waits(),
+        event_waits=fake_cuda.take_event_waits() if is_faked else 0,
         buckets=len(model.stats().buckets),
         communicators=(
             (nccl.fake_nccl_communicators_made(), nccl.fake_nccl_communicators_split())
@@ -161,6 +165,7 @@ def saved(folder: str) -> tuple[int, int]:
     return before, nccl.fake_nccl_communicators_made()
 
 
+@needs_fake_cuda
 def test_checkpoints_take_nothing_of_the_gpu(tmp_path: Path) -> None:
     """Their ranks talk by the host."""
     env = {"PYDIST_BACKEND": "nccl"}
@@ -187,8 +192,13 @@ def test_checkpoints_take_nothing_of_the_gpu(tmp_path: Path) -> None:
 def test_how_often_the_host_waits(backend: str, kind: str, waits: list[str]) -> None:
     if backend == "nccl":
         waits = []
+    elif gpu_ranks.IS_REAL:
+        pytest.skip("what is staged is waited for on threads of its own, which count on a GPU, too")
     for found in run_ranks(train, 2, kind, env={"PYDIST_BACKEND": backend}, timeout=50):
-        assert found.host_waits == waits
+        if gpu_ranks.IS_REAL:  # where calls have other names
+            assert len(found.host_waits) == len(waits), found
+        else:
+            assert found.host_waits == waits
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -199,6 +209,7 @@ def test_a_scaler_waits_for_nothing(stage: int) -> None:
         assert found.host_waits == []
 
 
+@needs_fake_cuda
 @pytest.mark.parametrize(
     ("kind", "directions", "beside", "communicators"),
     [

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import needs_gpu_ranks
 from launch import rank_outcomes
+from thorough import everyday
 from training import LIMIT_S, TIME_LIMIT
 
 import pydist
@@ -78,7 +79,7 @@ def drop_what_is_written(does_end: bool) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("does_end", [True, False])
+@pytest.mark.parametrize("does_end", everyday(True, thorough=(False,)))
 def test_memory_that_a_kernel_still_writes_is_nobody_elses(does_end: bool) -> None:
     # Where it never ends, the process does nevertheless.
     outcomes = rank_outcomes(drop_what_is_written, 2, does_end, env=NCCL, timeout=LIMIT_S)

@@ -145,7 +145,7 @@ def behind_one_that_ends(host: str) -> None:
         atexit._run_exitfuncs()  # a script that ends without destroy_process_group()
 
 
-@pytest.mark.parametrize("host", ["native", "gloo"])
+@pytest.mark.parametrize("host", everyday("native", thorough=("gloo",)))
 def test_what_a_rank_did_before_its_script_ended_comes_to_its_end(host: str) -> None:
     run_ranks(behind_one_that_ends, 3, host, env=NCCL)
 

@@ -154,8 +154,8 @@ def clip_alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     [
         (1, ()),
         (2, ()),
-        (4, ()),
         (4, ("--plain",)),
+        pytest.param(4, (), marks=pytest.mark.thorough),
         pytest.param(2, ("--plain",), marks=pytest.mark.thorough),
     ],
     ids=str,

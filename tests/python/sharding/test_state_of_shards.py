@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from state_walks import WALKS
+from thorough import everyday
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -254,7 +255,7 @@ def test_an_optimizer_goes_with_its_last_reference(run_sharded: Runner) -> None:
     run_sharded(forget_optimizers)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", everyday(True, thorough=(False,)))
 def test_what_is_written_through_it_reaches_the_shards(run_sharded: Runner, fused: bool) -> None:
     run_sharded(walk_while_training, fused)
 

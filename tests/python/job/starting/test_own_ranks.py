@@ -95,6 +95,7 @@ def test_flags_are_read_as_the_interpreter_reads_them(arguments: list[str], divi
     assert _divided(arguments) == divided
 
 
+@pytest.mark.thorough  # what a debugger that is asked for does is an everyday test
 def test_a_breakpoint_is_one_of_rank_0(script: Path) -> None:
     script.write_text(PROGRAM.replace("total =", "breakpoint()\ntotal ="))
     command = f"echo continue | {sys.executable} {script} --lr 0.1"
@@ -345,9 +346,9 @@ WAITS, COMPUTES = "pydist.barrier()", "time.sleep(600)"
     "case",
     everyday(
         (0, RAISES, WAITS, 1),
-        (2, IS_KILLED, WAITS, 1),
         (2, ENDS, COMPUTES, 3),
         thorough=(
+            (2, IS_KILLED, WAITS, 1),
             (0, RAISES, COMPUTES, 1),
             (0, IS_KILLED, COMPUTES, -9),
             (2, ENDS, WAITS, 1),

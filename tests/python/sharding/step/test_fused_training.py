@@ -106,6 +106,7 @@ def test_fifty_steps_agree(run: Runner, stage: int) -> None:
     run(train_long, stage, False)
 
 
+@pytest.mark.thorough
 def test_fifty_steps_agree_on_one_copy(run: Runner) -> None:
     run(train_long, 2, True)
 
