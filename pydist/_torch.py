@@ -509,6 +509,12 @@ def without_functorch(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def uncoalesced_values(tensor: Tensor) -> Tensor:
+    """The values of a sparse tensor as they are: several may be of one place."""
+    values: Tensor = tensor._values()
+    return values
+
+
 def bytes_of(tensor: Tensor) -> int:
     """The memory of a tensor, sparse or not. Takes none itself."""
     if tensor.is_sparse:

@@ -43,11 +43,10 @@ from turns import Pair, take_turns
 import pydist
 from pydist.benchmarks.noise import ratio_of
 from pydist.benchmarks.steps.models import MODELS
+from pydist.job import groups
 
 Step = Callable[[], None]
 
-# Of one model, beside the seconds that it is given: NCCL takes some to join, cuDNN to choose.
-_LIMIT_S = 150.0
 # After so many steps the plan of the buckets is settled, and buffers are known.
 _STEPS_BEFORE = 6
 
@@ -145,8 +144,13 @@ def waits_of(name: str, wrap: Callable[[nn.Module], nn.Module]) -> int | None:
 def measure(name: str, is_sharing: bool, seconds: float) -> Found:
     """On each rank."""
     gpu_pairs.join(is_sharing, os.environ["PYDIST_BACKEND"])
+    # What the first step of a process takes, of cuBLAS and of kernels, is of neither.
+    step_of(name, lambda module: module)()
     # DDP first: what pydist frees of NCCL's memory may be given back later.
     ddp_bytes, ours_bytes = memory_of(name, ddp), memory_of(name, ours)
+    if ours_bytes is not None:  # DDP has one communicator, and pydist the world's as well
+        world = groups.communicator_of(None, "group").capabilities()
+        ours_bytes += int(world.get("device_bytes", 0)) * (pydist.world_size() if is_sharing else 1)
     ddp_waits, ours_waits = waits_of(name, ddp), waits_of(name, ours)
     times = take_turns(pair_of, (name,), seconds)
     return Found(
@@ -154,12 +158,12 @@ def measure(name: str, is_sharing: bool, seconds: float) -> Found:
     )
 
 
-def measure_alone(name: str, ranks: int, backend: str, seconds: float) -> Found:
+def measure_alone(name: str, given: argparse.Namespace) -> Found:
     """What rank 0 has found, in processes of the model's own."""
-    is_sharing = gpu_pairs.are_sharing(ranks)
-    with Ranks(ranks, {"PYDIST_BACKEND": backend}) as processes:
-        limit_s = _LIMIT_S + seconds
-        found: Found = processes.run(measure, name, is_sharing, seconds, timeout=limit_s)[0]
+    is_sharing = gpu_pairs.are_sharing(given.ranks)
+    with Ranks(given.ranks, {"PYDIST_BACKEND": given.backend}) as ranks:
+        limit_s = given.limit + given.seconds
+        found: Found = ranks.run(measure, name, is_sharing, given.seconds, timeout=limit_s)[0]
     return found
 
 
@@ -196,6 +200,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=gpu_pairs.rank_count())
     parser.add_argument("--backend", choices=["nccl", "native"], default="nccl")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each model")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=75.0,
+        help="seconds that a model may take beside these: NCCL takes some to join, cuDNN to choose",
+    )
     gpu_figures.add_option(parser)
     given = parser.parse_args(arguments)
     names = given.models.split(",")
@@ -210,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found: list[Found] = []
     for name in names:
         try:
-            found.append(measure_alone(name, given.ranks, given.backend, given.seconds))
+            found.append(measure_alone(name, given))
         except AssertionError as error:
             print(f"{name} was not measured: {error}")
         gpu_figures.keep(given.json, [figure_of(each) for each in found])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,4 +34,6 @@ def keep(file: Path | None, figures: Sequence[Figure]) -> None:
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps({"machine": machine, "figures": list(figures)}, indent=1) + "\n")
+    new = file.with_name(f"{file.name}.new")  # whole, or not at all
+    new.write_text(json.dumps({"machine": machine, "figures": list(figures)}, indent=1) + "\n")
+    os.replace(new, file)

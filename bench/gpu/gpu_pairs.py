@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import gpu_figures
@@ -65,13 +65,13 @@ def join(is_sharing: bool, backend: str) -> None:
     pydist.init()
 
 
-def measure(cases: Sequence[Case], nprocs: int, seconds: float) -> list[Times]:
-    """The times of each case; all have one backend."""
+def measure(cases: Sequence[Case], nprocs: int, seconds: float) -> Iterator[Times]:
+    """The times of each case, as they come; all have one backend."""
     with Ranks(nprocs, {"PYDIST_BACKEND": cases[0].backend}) as ranks:
-        return [
-            ranks.run(take_case, case, are_sharing(), seconds, timeout=_LIMIT_S + seconds)[0]
-            for case in cases
-        ]
+        for case in cases:
+            limit_s = _LIMIT_S + seconds
+            times: Times = ranks.run(take_case, case, are_sharing(), seconds, timeout=limit_s)[0]
+            yield times
 
 
 def take_case(case: Case, is_sharing: bool, seconds: float) -> Times:

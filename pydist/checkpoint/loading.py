@@ -209,6 +209,7 @@ def _load(
             masters |= optimizer_state.masters_in(part.entry, outlines[part.entry])
         for part in models:
             model_state.put_back(part, contents, masters, rank)
+            model_state.forget_late(part.value)
         for part in optimizers:
             outline = outlines[part.entry]
             optimizer_loading.put_back(part.value, part.entry, names, outline, contents, rank)

@@ -99,7 +99,13 @@ def settle(models: Iterable[Part]) -> None:
         with part.named():
             module = inner(part.value)
         for wrapper in trainers_of(module.parameters()):
-            wrapper.settle()
+            wrapper._settle()
+
+
+def forget_late(model: nn.Module) -> None:
+    """Lets wrappers tell of nothing that was before: other values are loaded."""
+    for wrapper in trainers_of(inner(model).parameters()):
+        wrapper._forget_late()
 
 
 def arrive(model: nn.Module) -> None:

@@ -175,8 +175,9 @@ def save(
             of_each = stateful_parts(stateful)
             parts = [*models, *optimizers, *of_all, *of_each]
             states = [(p, state_of(p)) for p in of_all]
-            model_state.settle(models)
             part = _collect(lane.communicator, models, optimizers, states, of_each, extra)
+            # After what all ranks do together: it may raise on one of them.
+            model_state.settle(models)
             # Each rank saves a part of the parameters, so all must have the same values.
             if own := model_state.own_writes(models):
                 written = f", {own}"

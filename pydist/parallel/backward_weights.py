@@ -71,6 +71,10 @@ class BackwardWeights:
         while late and (late[0].has_come() or len(late) > _MOST_UNDER_WAY):
             self._read_first()
 
+    def forget(self) -> None:
+        """Tells of none of them any more."""
+        self._under_way.clear()
+
     def settle(self, reducer: _native.Reducer) -> None:
         """Waits for all of them, and raises InvalidUsage where one is none."""
         while self._under_way and not reducer.is_capturing:

@@ -9,16 +9,18 @@ unless the gradient has been thrown away by then.
 
 Note [Gradients on a GPU]
 To read a gradient there would stop the host until it is computed. So the GPU itself looks at what a
-backward averages: at this rank's gradients, and at those that were accumulated before. What it has
-seen is sent to the host behind that backward, and raised in the next one that averages, from which
-the others learn it. By then a step has been taken with it. A backward that raised is not told of:
-its gradients were never used.
+backward averages: at this rank's gradients, and at those that were accumulated before (`_seen`).
+Behind that backward, what it has seen is sent to the host (`_sent`), and a later backward raises
+it, as a rule the next one that averages, from which the others learn it. By then a step has been
+taken with it. A backward that raised is not told of: its gradients were never used.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,12 +28,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from pydist._torch import uncoalesced_values
 from pydist.errors import InvalidUsage
 from pydist.gpu.late_number import LateNumber, send_number
 from pydist.job.log import logger
 
 if TYPE_CHECKING:
     from pydist._native import Reducer
+
+
+# How many backwards may be on their way to the host before it waits for the first of them.
+_MOST_UNDER_WAY = 16
 
 
 class FiniteCheck:
@@ -52,10 +59,12 @@ class FiniteCheck:
         self._reducer: Reducer | None = None  # which tells whether a backward averages
         # In backwards that only accumulated. See Note [A gradient that is not finite].
         self._found: list[tuple[weakref.ref[Tensor], FloatingPointError]] = []
-        # See Note [Gradients on a GPU]: of the backward before, and of the one under way.
-        self._sent: list[_Sent] = []
+        # See Note [Gradients on a GPU].
         self._seen: list[_Seen] = []
-        self._saw_pending_in = 0
+        self._sent: deque[_Sent] = deque()
+        self._lock = threading.Lock()  # of both: hooks run on a thread for each device
+        # In which round each device has looked at what was accumulated before.
+        self._rounds: dict[torch.device, int] = {}
 
     def watch(
         self, trained: Iterable[tuple[str, nn.Parameter, bool]], rank: int, reducer: Reducer
@@ -64,7 +73,7 @@ class FiniteCheck:
 
         A backward with a gradient that is not finite raises FloatingPointError on this rank, and
         an error that names this rank on the others. One that only accumulates leaves that to the
-        next one that averages, and so does one on a GPU.
+        next one that averages, and one on a GPU to a later one.
         """
         if not self._looks:
             return
@@ -79,29 +88,40 @@ class FiniteCheck:
     def stop(self) -> None:
         """Looks at nothing any more: others train the parameters."""
         self._looks, self._reducer = False, None
-        self._forget()
+        self.forget()
 
-    def before_forward(self, *, averages: bool) -> None:
-        """Takes note of a forward."""
-        self._step += averages
-        self._send_seen()
+    def forget(self) -> None:
+        """Tells of nothing that was found until now: training is taken up from elsewhere."""
+        self._found.clear()
+        self._seen.clear()
+        self._sent.clear()
 
-    def before_step(self) -> None:
+    def after_forward(self, *, averages: bool) -> None:
+        """Takes note of a forward that may go backward."""
+        if self._reducer is not None:
+            self._step += averages
+            self._send_seen(self._reducer)
+
+    def before_step(self, *, uses_pending: bool) -> None:
         """Takes note of an optimizer's step.
+
+        Args:
+            uses_pending: Whether it would use gradients that were not averaged.
 
         Raises:
             FloatingPointError: A backward that only accumulated has found a gradient that is not
-                finite, and the step would use it; or a step before has used one on a GPU, and
-                this one does not average either.
+                finite, and the step would use it; or one before has used one on a GPU, and this
+                rank trains apart.
         """
         reducer = self._reducer
-        if reducer is None:
+        if reducer is None or reducer.is_capturing:
             return
-        self._raise_found(reducer)
-        if not reducer.enabled:  # this rank trains apart
-            self._raise_sent()
-            self._look_at_pending(reducer)
-        self._send_seen(are_used=not reducer.enabled)
+        self._send_seen(reducer)
+        if uses_pending:
+            self._raise_found(reducer)
+            if not reducer.enabled:  # this rank trains apart
+                self._raise_sent()
+                self._send(self._look_at_pending(reducer))
 
     def before_sync(self) -> None:
         """Takes note of an average outside of backward.
@@ -110,8 +130,9 @@ class FiniteCheck:
             FloatingPointError: As in backward.
         """
         if self._reducer is not None:
-            self._raise_all(self._reducer)
-            self._look_at_pending(self._reducer)
+            self._raise_found(self._reducer)
+            self._raise_sent()
+            self._seen += self._look_at_pending(self._reducer)
 
     def settle(self) -> None:
         """Waits for what GPUs have seen in the backwards until now.
@@ -119,8 +140,9 @@ class FiniteCheck:
         Raises:
             FloatingPointError: A gradient was not finite.
         """
-        self._send_seen()
-        self._raise_sent()
+        if self._reducer is not None:
+            self._send_seen(self._reducer)
+            self._raise_sent(waits=True)
 
     def look_at(self, gradient: Tensor, parameter: Tensor) -> None:
         """Looks at a gradient of this rank's that backward has computed.
@@ -140,11 +162,10 @@ class FiniteCheck:
                 "that is captured without it"
             )
         if averages:
-            self._raise_all(reducer)
+            self._raise_found(reducer)
+            self._raise_sent()
         if gradient.is_cuda:
             if averages:
-                if self._saw_pending_in != self._step:
-                    self._look_at_pending(reducer)
                 self._see(gradient, parameter, reducer)
             return
         nan, inf = _not_finite(gradient)
@@ -164,10 +185,6 @@ class FiniteCheck:
             logger.warning("%s. It is raised when it is averaged.", error)
         self._found.append((weakref.ref(parameter), error))
 
-    def _raise_all(self, reducer: Reducer) -> None:
-        self._raise_found(reducer)
-        self._raise_sent()
-
     def _raise_found(self, reducer: Reducer) -> None:
         """Raises what backwards that only accumulated have found, once, where it is still there."""
         if not self._found:
@@ -181,51 +198,66 @@ class FiniteCheck:
             if parameter.grad is None or any(_not_finite(parameter.grad)):
                 raise error
 
-    def _look_at_pending(self, reducer: Reducer) -> None:
-        """Lets GPUs look at what was accumulated and not averaged."""
-        self._saw_pending_in = self._step
-        for parameter in reducer.pending:
-            gradient = parameter.grad
-            if gradient is not None and gradient.is_cuda and id(parameter) in self._names:
-                self._see(gradient, parameter, reducer)
-
     def _see(self, gradient: Tensor, parameter: Tensor, reducer: Reducer) -> None:
-        name, numel = self._names[id(parameter)], gradient.numel()
-        rounds = reducer.rounds_concluded
-        self._seen.append(_Seen(name, numel, _largest(gradient), self._step, rounds))
+        """Lets the GPU look at a gradient that is averaged; first, at what was accumulated there.
 
-    def _send_seen(self, *, are_used: bool = False) -> None:
-        """Sends on what GPUs have seen in backwards that are over, in which nobody raised."""
-        if not self._seen:
+        Gradients of other GPUs are of other threads, whose streams nobody waits for here.
+        """
+        device, number = gradient.device, reducer.round
+        with self._lock:
+            if self._rounds.get(device) != number:
+                self._rounds[device] = number
+                concluded = reducer.rounds_concluded
+                # As long as no later round is concluded.
+                self._seen = [
+                    each for each in self._seen if each.round == number or each.was_used(concluded)
+                ]
+                self._seen += self._look_at_pending(reducer, device)
+            self._seen.append(self._looked_at(gradient, parameter, reducer))
+
+    def _look_at_pending(self, reducer: Reducer, device: torch.device | None = None) -> list[_Seen]:
+        """Lets GPUs, or one of them, look at what was accumulated and not averaged."""
+        pending = [(each, each.grad) for each in reducer.pending if id(each) in self._names]
+        return [
+            self._looked_at(gradient, parameter, reducer)
+            for parameter, gradient in pending
+            if gradient is not None and gradient.is_cuda and device in (None, gradient.device)
+        ]
+
+    def _looked_at(self, gradient: Tensor, parameter: Tensor, reducer: Reducer) -> _Seen:
+        return _Seen(
+            self._names[id(parameter)],
+            gradient.numel(),
+            _largest(gradient),
+            self._step,
+            reducer.round,
+            reducer.rounds_concluded,
+        )
+
+    def _send_seen(self, reducer: Reducer) -> None:
+        """Sends on what GPUs have seen in backwards that are over, unless somebody raised there."""
+        if not self._seen or reducer.is_capturing:
             return
-        seen, self._seen = self._seen, []
-        assert self._reducer is not None
-        concluded = self._reducer.rounds_concluded
-        if seen := [each for each in seen if are_used or each.rounds_before < concluded]:
-            values = torch.stack([each.largest for each in seen])
-            self._sent.append(_Sent(seen, values, send_number(values.isfinite().all())))
+        with self._lock:
+            seen, number, concluded = self._seen, reducer.round, reducer.rounds_concluded
+            self._seen = [each for each in seen if each.round == number]  # which may be held
+            self._send([each for each in seen if each.round != number and each.was_used(concluded)])
 
-    def _raise_sent(self) -> None:
-        sent, self._sent = self._sent, []
-        for each in sent:
-            if each.are_finite.read():
-                continue
-            self._forget()
-            values = each.values.tolist()
-            bad = [k for k, value in enumerate(values) if not math.isfinite(value)]
-            first, value = each.seen[bad[0]], values[bad[0]]
-            raise FloatingPointError(
-                f"the gradient of parameter {first.name} on rank {self._rank} had "
-                f"{'NaN' if math.isnan(value) else 'Inf'} among its {first.numel} elements in step "
-                f"{first.step}; of {len(bad)} such gradients among {len(values)} it is the first "
-                "one that backward reached. A GPU tells so a step late, when parameters have been "
-                "stepped with it: take up training again from before that step"
-            )
+    def _send(self, seen: list[_Seen]) -> None:
+        for device in dict.fromkeys(each.largest.device for each in seen):
+            here = [each for each in seen if each.largest.device == device]
+            values = torch.stack([each.largest for each in here])
+            self._sent.append(_Sent(here, values, send_number(values.isfinite().all())))
 
-    def _forget(self) -> None:
-        self._found.clear()
-        self._sent.clear()
-        self._seen.clear()
+    def _raise_sent(self, *, waits: bool = False) -> None:
+        """Raises what has come of what was sent; where it `waits`, of all that was sent."""
+        with self._lock:
+            sent = self._sent
+            while sent and (waits or sent[0].are_finite.has_come() or len(sent) > _MOST_UNDER_WAY):
+                first = sent.popleft()
+                if not first.are_finite.read():
+                    self.forget()
+                    raise first.error(self._rank)
 
 
 @dataclass(frozen=True)
@@ -234,16 +266,36 @@ class _Seen:
 
     name: str
     numel: int
-    largest: Tensor
+    largest: Tensor  # NaN or Inf where an element is
     step: int
-    rounds_before: int
+    round: int
+    rounds_before: int  # that were concluded
+
+    def was_used(self, rounds_concluded: int) -> bool:
+        """Whether its round, which is over, was concluded; no later one has been."""
+        return self.rounds_before < rounds_concluded
 
 
 @dataclass(frozen=True)
 class _Sent:
+    """What a GPU has seen, on its way to the host."""
+
     seen: list[_Seen]
     values: Tensor
     are_finite: LateNumber
+
+    def error(self, rank: int) -> FloatingPointError:
+        """That they are not. Waits for the GPU."""
+        values = self.values.tolist()
+        bad = [k for k, value in enumerate(values) if not math.isfinite(value)]
+        first, value = self.seen[bad[0]], values[bad[0]]
+        return FloatingPointError(
+            f"the gradient of parameter {first.name} on rank {rank} had "
+            f"{'NaN' if math.isnan(value) else 'Inf'} among its {first.numel} elements in step "
+            f"{first.step}; of {len(bad)} such gradients among {len(values)} it is the first one "
+            "that backward reached. A GPU tells so late, when parameters have been stepped with "
+            "it: take up training again from before that step"
+        )
 
 
 class _LookAtGradient:
@@ -259,24 +311,23 @@ class _LookAtGradient:
             check.look_at(gradient, parameter)
 
 
-def _values_of(gradient: Tensor) -> Tensor:
-    values = gradient.detach()
-    return values.coalesce().values() if values.is_sparse else values
-
-
 def _real(values: Tensor) -> Tensor:
     return torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
 
 
 def _largest(gradient: Tensor) -> Tensor:
     """The largest magnitude, on the device: NaN or Inf where an element is."""
-    parts = _real(_values_of(gradient))
+    values = gradient.detach()
+    # Of a sparse one as they are: to add up those of one place would stop the host.
+    parts = _real(uncoalesced_values(values) if values.is_sparse else values)
     return torch.linalg.vector_norm(parts, math.inf) if parts.numel() else parts.new_zeros(())
 
 
 def _not_finite(gradient: Tensor) -> tuple[int, int]:
     """How many elements are NaN, and how many Inf."""
-    values = _values_of(gradient)
+    values = gradient.detach()
+    if values.is_sparse:
+        values = values.coalesce().values()
     # One number for the host: a sum of finite elements may overflow, but then it is looked at.
     if math.isfinite(float(_real(values).sum(dtype=torch.float64))):
         return 0, 0

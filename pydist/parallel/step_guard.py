@@ -104,11 +104,12 @@ def _require_concluded(optimizer: Optimizer, reducers: list[_native.Reducer]) ->
 
 def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
     _require_concluded(optimizer, reducers)  # which a closure may have left
-    if getattr(optimizer, "refuses_pending_gradients", False):
-        return
+    uses_pending = not getattr(optimizer, "refuses_pending_gradients", False)
     for wrapper in newest_first():
         if wrapper._working_reducer in reducers:
-            wrapper.before_step()
+            wrapper._before_step(uses_pending=uses_pending)
+    if not uses_pending:
+        return
     for reducer in reducers:
         if not (reducer.enabled and reducer.has_pending and _uses(optimizer, reducer.pending)):
             continue

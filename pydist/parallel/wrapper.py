@@ -241,10 +241,10 @@ class DataParallel(TorchIdioms, StandsForModule):
         check_finite: Whether a backward raises FloatingPointError as soon as a gradient of this
             rank's has a NaN or Inf, with the parameter, the rank and the step; the other ranks get
             an Error that names the rank. What is accumulated under `no_sync()` raises when it is
-            averaged. On a GPU, for which the host does not wait, the next backward that averages
-            raises it, or `pydist.save()`; a step has been taken with it by then. Reads every
-            gradient. Not for use with a `GradScaler`, which provokes Inf and skips those steps, nor
-            in a CUDA graph. Default: False.
+            averaged. On a GPU, for which the host does not wait, a later backward that averages
+            raises it, as a rule the next one, or `pydist.save()`; a step has been taken with it by
+            then. Reads every gradient. Not for use with a `GradScaler`, which provokes Inf and
+            skips those steps, nor in a CUDA graph. Default: False.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
@@ -530,7 +530,6 @@ class DataParallel(TorchIdioms, StandsForModule):
             reducer.prepare_forward(trains and self.module.training)
             if trains and self._buffer_sync is not None:
                 self._buffer_sync.before_forward(averages=reducer.enabled)
-            self._finite_check.before_forward(averages=trains and reducer.enabled)
             self._let_sentinel_look(averages=trains and reducer.enabled)
         with contextlib.ExitStack() as during:
             during.enter_context(graphs_cut_at(self._settings.graph_cap_bytes))
@@ -949,16 +948,16 @@ class DataParallel(TorchIdioms, StandsForModule):
         told = {**self._settings.of_torch, **self._torch_attributes, **self.__dict__}
         return bool(told["static_graph"])
 
-    def before_step(self) -> None:
-        """Takes note of an optimizer's step.
+    def _before_step(self, *, uses_pending: bool) -> None:
+        """Takes note of an optimizer's step; `check_finite=True` may raise FloatingPointError."""
+        self._finite_check.before_step(uses_pending=uses_pending)
 
-        Raises:
-            FloatingPointError: A gradient that was only accumulated is not finite (with
-                `check_finite=True`).
-        """
-        self._finite_check.before_step()
+    def _forget_late(self) -> None:
+        """Tells of nothing that a GPU has computed until now: other values are loaded."""
+        self._finite_check.forget()
+        self._weights.forget()
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """Waits for what is told late of earlier steps, because a GPU has computed it.
 
         Raises:
@@ -1160,6 +1159,7 @@ def watch_outputs(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
             return  # not to be trained
         watching._join_after_forward()
     reducer = watching._reducer
+    watching._finite_check.after_forward(averages=reducer.enabled)
     reducer.note_forward()
     for tensor in tensors:
         reducer.watch(tensor)

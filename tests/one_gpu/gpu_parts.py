@@ -14,7 +14,10 @@ BUILD_S = 180.0
 
 @dataclass(frozen=True)
 class Step:
-    """A command, as it is typed in the repository's root with pydist installed."""
+    """A command, as it is typed in the repository's root with pydist installed.
+
+    $REPORTS is the folder of reports.
+    """
 
     what: str
     command: str
@@ -195,12 +198,12 @@ PARTS = (
             Step(
                 "GPT, ResNet-18 and a recommender: time, memory, and how often the host waits",
                 "python bench/gpu/ddp_steps.py --json $REPORTS/ddp_steps.json",
-                300,
+                240,
             ),
             tests(
                 "the host waits as often as on the stand-in, in steps of each kind",
                 f"{_GPU}/test_host_waits.py",
-                60,
+                120,
             ),
         ),
     ),
@@ -253,6 +256,7 @@ PARTS = (
             Step(
                 f"{ranks} ranks on {backend}",
                 f"python bench/gpu/ddp_steps.py --ranks {ranks} --backend {backend} --seconds 1 "
+                "--limit 38 "
                 f"--json $REPORTS/ddp_steps_{ranks}_{backend}.json",
                 120,
             )

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from gpu_parts import Step
-from limited_command import Ended
 from part_report import Report
 
 # The table of parts in docs/gpu.md, a row of which ends with where the part was run.
@@ -44,7 +43,7 @@ def keep(folder: Path, number: int, report: Report) -> None:
                 "result": ended.how,
                 "seconds": round(ended.took_s, 1),
                 "tests": ended.counts,
-                "found": _found(folder, step, ended),
+                "found": _found(folder, step),
             }
             for step, ended in report.rows
         ],
@@ -55,13 +54,24 @@ def keep(folder: Path, number: int, report: Report) -> None:
     os.replace(new, folder / "results.json")
 
 
-def _found(folder: Path, step: Step, ended: Ended) -> Any:
-    """What a benchmark has left in the folder, if it has left anything now."""
-    named = re.search(r"--json \$REPORTS/(\S+)", step.command)
-    file = folder / named[1] if named else None
-    if file is None or not file.exists() or file.stat().st_mtime < ended.began:
+def forget(folder: Path, step: Step) -> None:
+    """Removes what a benchmark has left in the folder before."""
+    if file := _left_by(folder, step):
+        file.unlink(missing_ok=True)
+
+
+def _found(folder: Path, step: Step) -> Any:
+    """What a benchmark has left in the folder, if it has left anything."""
+    file = _left_by(folder, step)
+    try:
+        return None if file is None else json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):  # it was ended while it wrote
         return None
-    return json.loads(file.read_text())
+
+
+def _left_by(folder: Path, step: Step) -> Path | None:
+    named = re.search(r"--json \$REPORTS/(\S+)", step.command)
+    return folder / named[1] if named else None
 
 
 def commit() -> str:
@@ -78,12 +88,19 @@ def table(found: Results) -> str:
     lines = ["| part | step | result | seconds | found |", "|---|---|---|---|---|"]
     for number, part in sorted(found.items(), key=lambda item: int(item[0])):
         for step in part["steps"]:
-            figures = (step["found"] or {}).get("figures", ())
-            measured = "; ".join(f"{each['of']}: {each['shown']}" for each in figures)
-            found_it = measured or step["tests"]
+            found_it = _measured(step.get("found") or {}) or step["tests"]
             cells = (number, step["what"], step["result"], str(step["seconds"]), found_it)
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _measured(found: dict[str, Any]) -> str:
+    """What a benchmark has found, in a line: one of bench/gpu, or `pydist bench sharded`."""
+    texts = [f"{each['of']}: {each['shown']}" for each in found.get("figures", ())]
+    for name, result in found.get("results", {}).items():
+        flows = [f"{flow} {rate:.1f} GB/s" for flow, rate in result["gb_per_s"].items()]
+        texts.append(f"{name}: {', '.join(flows)}, bound by {result['bound_by']}")
+    return "; ".join(texts)
 
 
 def fill_column(page: str, found: Results) -> str:

@@ -5,8 +5,8 @@ part-N.md and part-N.log in the folder of reports. The newest results of each pa
 results.json there, with what was measured, and printed as one table at the end. Exits with 1 where
 anything has failed.
 
-With `--dry-run` it needs no GPU: pytest shows the tests that each step selects and runs none, and
-benchmarks find that there is nothing to measure. What runs on GPUs alone is left out.
+With `--dry-run` it needs no GPU, and uses none: pytest shows the tests that each step selects and
+runs none, and benchmarks find that there is nothing to measure. What else there is is left out.
 """
 
 import argparse
@@ -75,7 +75,9 @@ def rehearsed(part: Part) -> Part:
         if step.command.startswith("python -m pytest"):
             steps.append(replace(step, command=f"{step.command} --collect-only --quiet"))
         elif "python bench/gpu/" in step.command:  # which ends with 2 where there is no GPU
-            steps.append(replace(step, command=f"{step.command} || test $? = 2"))
+            command = step.command.removeprefix("CUDA_VISIBLE_DEVICES=0 ")
+            command = f"CUDA_VISIBLE_DEVICES= {command} || test $? = 2"
+            steps.append(replace(step, command=command))
         elif step.command == "pydist info":
             steps.append(step)
     return replace(part, steps=tuple(steps))
@@ -113,6 +115,7 @@ def run_part(
             else:
                 print(f"part {number}: {step.command}", flush=True)
                 limit_s = min(step.limit_s, left_s)
+                kept_results.forget(folder, step)
                 ended = run(step.command, limit_s=limit_s, log=log, folder=ROOT, env=variables)
                 print(f"part {number}: {ended.how}  {ended.counts}", flush=True)
             if step in preparation:

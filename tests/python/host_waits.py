@@ -28,6 +28,9 @@ def host_waits_of(act: Callable[[], object]) -> list[str]:
         fake_cuda.take_host_waits()
         act()
         return fake_cuda.take_host_waits()
+    _profiled(lambda: None)  # a first one takes what others do not
+    seen = _profiled(lambda: float(torch.ones((), device="cuda")))
+    assert any(seen.values()), "the profiler tells of no wait of the host: it has no CUPTI here"
     # Leaving the profiler waits for the GPU by itself.
     left = _profiled(lambda: None)
     found = _profiled(act)

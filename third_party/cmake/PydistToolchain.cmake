@@ -57,7 +57,7 @@ find_package(Threads REQUIRED)
 add_library(pydist_options INTERFACE)
 target_link_libraries(pydist_options INTERFACE Threads::Threads)
 target_compile_options(pydist_options INTERFACE -Wall -Wextra -Wpedantic)
-if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND (PYDIST_BATCHES OR PYDIST_SANITIZE))
   # It takes a source in a batch for a header, and warns of what headers should not declare.
   target_compile_options(pydist_options INTERFACE -Wno-subobject-linkage)
 endif()

@@ -88,9 +88,9 @@ InstructionSet cap() {
       return compiled.set;
     }
   }
-  throw InvalidUsage(join("PYDIST_CPU_ISA=", value, ": no kernels of that name on this kind of ",
-                          "processor; valid here: ", names_of_compiled_sets(),
-                          ", or leave it unset for the fastest"));
+  throw InvalidUsage(join("PYDIST_CPU_ISA=", value,
+                          ": this build has no kernels of that name; valid here: ",
+                          names_of_compiled_sets(), ", or leave it unset for the fastest"));
 }
 
 }  // namespace

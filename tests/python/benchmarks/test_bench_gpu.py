@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -110,8 +111,8 @@ def test_steps_beside_ddp(
 def test_a_model_that_fails_leaves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(name: str, ranks: int, backend: str, seconds: float) -> ddp_steps.Found:
-        assert (ranks, backend) == (gpu_pairs.rank_count(), "nccl")
+    def measure(name: str, given: argparse.Namespace) -> ddp_steps.Found:
+        assert (given.ranks, given.backend) == (gpu_pairs.rank_count(), "nccl")
         if name == "gpt":
             raise AssertionError("a rank ended")
         return ddp_steps.Found(name, [2e-3] * 20, [1e-3] * 20, 300, 200, int(name == "deep"), 4)

@@ -14,7 +14,6 @@ import pytest
 import run_parts
 from gpu_build import make_environment
 from gpu_parts import BUILD_S, PART_S, PARTS, Part, Step
-from thorough import everyday
 from time_limit import PATIENCE
 
 # Where the commands of these tests run: with the Python that runs the tests first.
@@ -140,23 +139,45 @@ def test_the_environment_finds_what_the_python_below_it_has(tmp_path: Path) -> N
 
 def test_what_benchmarks_leave_is_kept(tmp_path: Path) -> None:
     figures = '{"figures": [{"of": "copy", "shown": "3 TB/s"}, {"of": "sum", "shown": "90%"}]}'
-    leaving = f"echo '{figures}' >$REPORTS/new.json; : --json $REPORTS/new.json"
-    (tmp_path / "old.json").write_text(figures)
-    os.utime(tmp_path / "old.json", (1.0, 1.0))
-    part = Part("", steps(leaving, ": --json $REPORTS/old.json", ": --json $REPORTS/no.json"))
+    flows = '{"results": {"gpt": {"gb_per_s": {"to the host": 24.96}, "bound_by": "the step"}}}'
+    for name in ("old", "broken"):
+        (tmp_path / f"{name}.json").write_text(figures)
+    part = Part(
+        "",
+        steps(
+            f"echo '{figures}' >$REPORTS/new.json; : --json $REPORTS/new.json",
+            f"echo '{flows}' >$REPORTS/flows.json; : --json $REPORTS/flows.json",
+            "echo '{' >$REPORTS/broken.json; : --json $REPORTS/broken.json",
+            ": --json $REPORTS/old.json",
+        ),
+    )
     assert run_parts.run_part(1, part, [], tmp_path, HERE)
     found = kept_results.read(tmp_path)
-    assert [step["found"] for step in found["1"]["steps"]] == [json.loads(figures), None, None]
-    assert "| copy: 3 TB/s; sum: 90% |" in kept_results.table(found)
+    kept = [step["found"] for step in found["1"]["steps"]]
+    assert kept == [json.loads(figures), json.loads(flows), None, None]
+    cells = [row.split("|")[5].strip() for row in kept_results.table(found).splitlines()[2:]]
+    assert cells == [
+        "copy: 3 TB/s; sum: 90%",
+        "gpt: to the host 25.0 GB/s, bound by the step",
+        "",
+        "",
+    ]
 
 
-@pytest.mark.parametrize(
-    "number",
-    everyday(6, thorough=[number for number in range(1, len(PARTS) + 1) if number != 6]),
-)
-def test_a_dry_run(number: int, tmp_path: Path) -> None:
-    """Of a part with benchmarks; test_documented_commands.py looks at what the others select."""
-    part = run_parts.rehearsed(PARTS[number - 1])
-    patient = tuple(replace(step, limit_s=100 * PATIENCE) for step in part.steps)
-    assert len(patient) > 0
-    assert run_parts.run_part(number, replace(part, steps=patient), [], tmp_path, HERE)
+def rehearse(steps: list[Step], folder: Path) -> bool:
+    patient = tuple(replace(step, limit_s=100 * PATIENCE) for step in steps)
+    return run_parts.run_part(1, Part("", patient), [], folder, HERE)
+
+
+def test_a_dry_run_of_what_is_no_test(tmp_path: Path) -> None:
+    """What the others select, test_documented_commands.py looks at."""
+    commands = [step for part in PARTS for step in run_parts.rehearsed(part).steps]
+    others = [step for step in commands if "-m pytest" not in step.command]
+    assert len(others) > 5
+    assert rehearse(others, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.what)
+def test_a_dry_run(part: Part, tmp_path: Path) -> None:
+    assert rehearse(list(run_parts.rehearsed(part).steps), tmp_path)
