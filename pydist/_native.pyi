@@ -521,6 +521,11 @@ class Reducer:
         Around each launch of a bucket of an optimizer, on the launching thread and its streams, `watcher(number, work)` is called: before it with None, after it with what fills the shard. Not in rounds that are given up or captured.
         """
     @property
+    def accumulated(self) -> list[torch.Tensor]:
+        """
+        The parameters that hold one, which may have been set to zero: nothing is read. May be asked within a backward.
+        """
+    @property
     def buckets(self) -> list:
         """
         (label, bytes, indices of parameters), in the order of launching.

@@ -6,12 +6,12 @@ the same processes: over the same NCCL or, with `--backend native`, pydist stage
 shared memory and DDP over gloo. The recommender's tables have dense gradients: torch's NCCL reduces
 no sparse ones.
 
-Beside the ratio of the times stand the memory of the GPU that a model takes with its wrapper, all
-ranks of the GPU together, and on NCCL how often the host waits for the GPU in a step, as CUPTI
-tells torch's profiler of CUDA's runtime. What pydist's engine asks of the driver is not among that;
-the stand-in counts it. (What is staged is waited for on threads of its own, which the profiler
-would count, too.) Exits with 1 where a model fails, or the host waits in a step of pydist's; with 2
-where there is no GPU, or torch has no NCCL.
+Beside the ratio of the times stand the memory of the GPU that a model takes with its wrapper and
+the wrapper's communicator, all ranks of the GPU together, and on NCCL how often the host waits for
+the GPU in a step, as CUPTI tells torch's profiler of CUDA's runtime. What pydist's engine asks of
+the driver is not among that; the stand-in counts it. (What is staged is waited for on threads of
+its own, which the profiler would count, too.) Exits with 1 where a model fails, or the host waits
+in a step of pydist's; with 2 where there is no GPU, or torch has no NCCL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from turns import Pair, take_turns
 import pydist
 from pydist.benchmarks.noise import ratio_of
 from pydist.benchmarks.steps.models import MODELS
-from pydist.job import groups
 
 Step = Callable[[], None]
 
@@ -148,9 +147,6 @@ def measure(name: str, is_sharing: bool, seconds: float) -> Found:
     step_of(name, lambda module: module)()
     # DDP first: what pydist frees of NCCL's memory may be given back later.
     ddp_bytes, ours_bytes = memory_of(name, ddp), memory_of(name, ours)
-    if ours_bytes is not None:  # DDP has one communicator, and pydist the world's as well
-        world = groups.communicator_of(None, "group").capabilities()
-        ours_bytes += int(world.get("device_bytes", 0)) * (pydist.world_size() if is_sharing else 1)
     ddp_waits, ours_waits = waits_of(name, ddp), waits_of(name, ours)
     times = take_turns(pair_of, (name,), seconds)
     return Found(

@@ -438,6 +438,14 @@ void bind_reducer(py::module_& module) {
                              "Whether a backward has accumulated since the last round because it "
                              "came from no forward.")
       .def_property_readonly("pending", &Reducer::pending, "The parameters that hold one.")
+      .def_property_readonly(
+          "accumulated",
+          [](const Reducer& self) {
+            const ReleasedGil released;  // who has the turn may wait for it
+            return self.accumulated();
+          },
+          "The parameters that hold one, which may have been set to zero: nothing is read. May be "
+          "asked within a backward.")
       .def_property_readonly("buckets", &buckets_of,
                              "(label, bytes, indices of parameters), in the order of launching.")
       .def_property_readonly("stats", [](const Reducer& self) { return self.stats(); })

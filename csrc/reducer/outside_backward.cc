@@ -235,4 +235,15 @@ std::vector<at::Tensor> Reducer::pending() const {
   return parameters;
 }
 
+std::vector<at::Tensor> Reducer::accumulated() const {
+  const std::lock_guard turn(turn_);
+  std::vector<at::Tensor> parameters;
+  for (const GradientSlot& slot : arena_.slots()) {
+    if (holds_pending(slot)) {
+      parameters.push_back(slot.parameter);
+    }
+  }
+  return parameters;
+}
+
 }  // namespace pydist

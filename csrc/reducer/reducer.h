@@ -291,8 +291,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // How many rounds have come to their end, where nobody raised.
   [[nodiscard]] std::uint64_t rounds_concluded() const noexcept { return rounds_concluded_; }
 
-  // Whether this reducer averages the gradients of a parameter. Only for the thread that adds
-  // parameters.
+  // Whether it averages a parameter's gradients. Only for the thread that adds parameters.
   [[nodiscard]] bool averages(const at::Tensor& parameter) const {
     return parameters_.contains(parameter.unsafeGetTensorImpl());
   }
@@ -303,8 +302,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether a parameter holds a gradient that was accumulated and not averaged.
   [[nodiscard]] bool has_pending() const;
   [[nodiscard]] std::vector<at::Tensor> pending() const;
-  // Whether a backward since the last round has accumulated only because it came from no forward of
-  // this model.
+  // The same, but for gradients that were set to zero, which it does not read; on any thread.
+  [[nodiscard]] std::vector<at::Tensor> accumulated() const;
+  // Whether a backward since the last round came from no forward of this model, so accumulated.
   [[nodiscard]] bool has_bypassed() const noexcept { return has_bypassed_; }
 
   [[nodiscard]] const GradientArena& arena() const noexcept { return arena_; }
@@ -470,7 +470,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   int open_backwards_ = 0;  // guarded by open_mutex_
 
   // Held by the hooks, which run on a thread for each device.
-  std::recursive_mutex turn_;
+  mutable std::recursive_mutex turn_;
   std::weak_ptr<Backward> current_;
   Weights weights_;
   Round round_;

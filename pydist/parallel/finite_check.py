@@ -62,7 +62,8 @@ class FiniteCheck:
         # See Note [Gradients on a GPU].
         self._seen: list[_Seen] = []
         self._sent: deque[_Sent] = deque()
-        self._lock = threading.Lock()  # of both: hooks run on a thread for each device
+        # Of both: hooks run on a thread for each device, and a signal may come amid a send.
+        self._lock = threading.RLock()
         # In which round each device has looked at what was accumulated before.
         self._rounds: dict[torch.device, int] = {}
 
@@ -121,7 +122,7 @@ class FiniteCheck:
             self._raise_found(reducer)
             if not reducer.enabled:  # this rank trains apart
                 self._raise_sent()
-                self._send(self._look_at_pending(reducer))
+                self._send(self._look_at(reducer, reducer.accumulated, self._step + 1))
 
     def before_sync(self) -> None:
         """Takes note of an average outside of backward.
@@ -130,9 +131,11 @@ class FiniteCheck:
             FloatingPointError: As in backward.
         """
         if self._reducer is not None:
+            self._send_seen(self._reducer)
             self._raise_found(self._reducer)
             self._raise_sent()
-            self._seen += self._look_at_pending(self._reducer)
+            # What was put there by hand is averaged, too.
+            self._seen += self._look_at(self._reducer, self._reducer.parameters, self._step + 1)
 
     def settle(self) -> None:
         """Waits for what GPUs have seen in the backwards until now.
@@ -212,24 +215,26 @@ class FiniteCheck:
                 self._seen = [
                     each for each in self._seen if each.round == number or each.was_used(concluded)
                 ]
-                self._seen += self._look_at_pending(reducer, device)
-            self._seen.append(self._looked_at(gradient, parameter, reducer))
+                here = [each for each in reducer.accumulated if each.device == device]
+                self._seen += self._look_at(reducer, here, self._step)
+            self._seen.append(self._looked_at(gradient, parameter, reducer, self._step))
 
-    def _look_at_pending(self, reducer: Reducer, device: torch.device | None = None) -> list[_Seen]:
-        """Lets GPUs, or one of them, look at what was accumulated and not averaged."""
-        pending = [(each, each.grad) for each in reducer.pending if id(each) in self._names]
+    def _look_at(self, reducer: Reducer, parameters: list[Tensor], step: int) -> list[_Seen]:
+        """Lets GPUs look at what parameters hold now."""
+        known = [(each, each.grad) for each in parameters if id(each) in self._names]
         return [
-            self._looked_at(gradient, parameter, reducer)
-            for parameter, gradient in pending
-            if gradient is not None and gradient.is_cuda and device in (None, gradient.device)
+            self._looked_at(gradient, parameter, reducer, step)
+            for parameter, gradient in known
+            # What stands for a shard's gradient is of a class of its own, and was averaged.
+            if gradient is not None and gradient.is_cuda and type(gradient) is Tensor
         ]
 
-    def _looked_at(self, gradient: Tensor, parameter: Tensor, reducer: Reducer) -> _Seen:
+    def _looked_at(self, gradient: Tensor, parameter: Tensor, reducer: Reducer, step: int) -> _Seen:
         return _Seen(
             self._names[id(parameter)],
             gradient.numel(),
             _largest(gradient),
-            self._step,
+            step,
             reducer.round,
             reducer.rounds_concluded,
         )
@@ -240,7 +245,10 @@ class FiniteCheck:
             return
         with self._lock:
             seen, number, concluded = self._seen, reducer.round, reducer.rounds_concluded
-            self._seen = [each for each in seen if each.round == number]  # which may be held
+            # Otherwise the present round has not begun: autograd.grad() has computed them.
+            goes_on = reducer.is_held or reducer.is_in_backward
+            self._seen = [each for each in seen if goes_on and each.round == number]
+            self._rounds.clear()
             self._send([each for each in seen if each.round != number and each.was_used(concluded)])
 
     def _send(self, seen: list[_Seen]) -> None:

@@ -242,9 +242,10 @@ class DataParallel(TorchIdioms, StandsForModule):
             rank's has a NaN or Inf, with the parameter, the rank and the step; the other ranks get
             an Error that names the rank. What is accumulated under `no_sync()` raises when it is
             averaged. On a GPU, for which the host does not wait, a later backward that averages
-            raises it, as a rule the next one, or `pydist.save()`; a step has been taken with it by
-            then. Reads every gradient. Not for use with a `GradScaler`, which provokes Inf and
-            skips those steps, nor in a CUDA graph. Default: False.
+            raises it, as a rule the next one, or `pydist.save(model=)`; a step has been taken with
+            it by then. Reads every gradient, those of weight 0 as well. Not for use with a
+            `GradScaler`, which provokes Inf and skips those steps, nor in a CUDA graph. Default:
+            False.
 
     Raises:
         InvalidUsage: A parameter is on another device or not dense, none requires a gradient, a
@@ -362,6 +363,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             with_buffers=settings.copies_buffers_first if init_sync else settings.copies_buffers,
         )
         self.register_load_state_dict_post_hook(run_hooks_of_module)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_forget_late)  # type: ignore[no-untyped-call]
         note_wrapper(self)
 
     # Note [Joining]
@@ -1163,6 +1165,10 @@ def watch_outputs(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
     reducer.note_forward()
     for tensor in tensors:
         reducer.watch(tensor)
+
+
+def _forget_late(wrapper: DataParallel, _: object) -> None:
+    wrapper._forget_late()
 
 
 def _require_reducible(

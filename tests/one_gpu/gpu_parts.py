@@ -256,7 +256,7 @@ PARTS = (
             Step(
                 f"{ranks} ranks on {backend}",
                 f"python bench/gpu/ddp_steps.py --ranks {ranks} --backend {backend} --seconds 1 "
-                "--limit 38 "
+                "--limit 33 "
                 f"--json $REPORTS/ddp_steps_{ranks}_{backend}.json",
                 120,
             )

@@ -77,9 +77,12 @@ def _left_by(folder: Path, step: Step) -> Path | None:
 def commit() -> str:
     """The one that is checked out, if git knows."""
     command = ["git", "describe", "--always", "--dirty"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
+    try:
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        )
+    except OSError:  # there is no git
+        return "an unknown commit"
     return done.stdout.strip() or "an unknown commit"
 
 
@@ -98,8 +101,9 @@ def _measured(found: dict[str, Any]) -> str:
     """What a benchmark has found, in a line: one of bench/gpu, or `pydist bench sharded`."""
     texts = [f"{each['of']}: {each['shown']}" for each in found.get("figures", ())]
     for name, result in found.get("results", {}).items():
-        flows = [f"{flow} {rate:.1f} GB/s" for flow, rate in result["gb_per_s"].items()]
-        texts.append(f"{name}: {', '.join(flows)}, bound by {result['bound_by']}")
+        flows = [f"{flow} {rate:.1f} GB/s" for flow, rate in result.get("gb_per_s", {}).items()]
+        if flows:
+            texts.append(f"{name}: {', '.join(flows)}, bound by {result['bound_by']}")
     return "; ".join(texts)
 
 

@@ -105,6 +105,8 @@ def run_part(
     report = Report(folder / f"part-{number}.md", f"Part {number}: {part.what}", log_file)
     variables = {**variables, "REPORTS": str(folder.resolve())}
     is_prepared = True
+    for step in part.steps:
+        kept_results.forget(folder, step)
     with log_file.open("wb", buffering=0) as log:
         for step in (*preparation, *part.steps):
             left_s = deadline - time.monotonic()
@@ -115,7 +117,6 @@ def run_part(
             else:
                 print(f"part {number}: {step.command}", flush=True)
                 limit_s = min(step.limit_s, left_s)
-                kept_results.forget(folder, step)
                 ended = run(step.command, limit_s=limit_s, log=log, folder=ROOT, env=variables)
                 print(f"part {number}: {ended.how}  {ended.counts}", flush=True)
             if step in preparation:

@@ -7,15 +7,6 @@
 #include "reducer/gradients/gradient_shard.h"
 
 namespace pydist {
-namespace {
-
-// Whether a gradient came when the bucket had no memory, and was not averaged yet.
-bool waits_elsewhere(const GradientSlot& slot) {
-  return slot.is_pending && slot.parameter.grad().defined() && !shows_shard(slot);
-}
-
-}  // namespace
-
 bool Berth::try_take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members) {
   WorkPtr before;
   if (!users_.empty()) {
@@ -33,7 +24,8 @@ bool Berth::try_take(std::vector<GradientSlot>& slots, const std::vector<std::si
   users_ = members;
   before_ = std::move(before);
   for (const std::size_t index : members) {
-    slots[index].is_bound = !waits_elsewhere(slots[index]);
+    // One that came when the bucket had no memory stays where it is until it is averaged.
+    slots[index].is_bound = !holds_pending(slots[index]);
   }
   return true;
 }

@@ -232,9 +232,12 @@ bool is_zero(const GradientSlot& slot) {
                                : gradient.count_nonzero().item<std::int64_t>() == 0);
 }
 
+bool holds_pending(const GradientSlot& slot) {
+  return slot.is_pending && slot.parameter.grad().defined() && !shows_shard(slot);
+}
+
 bool is_still_pending(const GradientSlot& slot) {
-  return slot.is_pending && slot.parameter.grad().defined() && !shows_shard(slot) &&
-         (is_untouched(slot) || !is_zero(slot));
+  return holds_pending(slot) && (is_untouched(slot) || !is_zero(slot));
 }
 
 void check_aside(GradientSlot& slot) {

@@ -163,6 +163,9 @@ void keep_seen(GradientSlot& slot, const Move& move) {
 // Whether `parameter.grad` is there and zero.
 [[nodiscard]] bool is_zero(const GradientSlot& slot);
 
+// Whether the parameter holds what was accumulated and not averaged, zero or not.
+[[nodiscard]] bool holds_pending(const GradientSlot& slot);
+
 // Whether the parameter may still hold what was accumulated and not averaged: nobody has set it to
 // zero or None since, or it has got something else since then.
 [[nodiscard]] bool is_still_pending(const GradientSlot& slot);

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import gpu_ranks
 import pytest
@@ -18,6 +20,8 @@ from torch import nn
 from training import TIME_LIMIT, Cut, batch, joined, loss_of_cut
 
 import pydist
+from pydist.gpu.late_number import LateNumber
+from pydist.parallel.finite_check import _MOST_UNDER_WAY
 
 pytestmark = [needs_gpu_ranks, TIME_LIMIT]
 
@@ -69,6 +73,11 @@ def told_by(call: Any) -> tuple[str, str]:
     return "", ""
 
 
+def nothing_comes() -> AbstractContextManager[object]:
+    """What is sent to the host is under way for long."""
+    return mock.patch.object(LateNumber, "has_come", return_value=False)
+
+
 def fail_in_step_3(kind: str, value: float) -> list[tuple[str, str]]:
     rank, model = start()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -80,8 +89,13 @@ def fail_in_step_3(kind: str, value: float) -> list[tuple[str, str]]:
 
     def step(number: int) -> None:
         optimizer.zero_grad()
-        bad = number == 3 and rank == 1
-        loss_of(model, number, value if bad else 1.0).backward()
+        bad = number == 3 and (rank == 1 or kind == "on both")
+        loss = loss_of(model, number, value if bad else 1.0)
+        late = number == 4 and kind == "on both" and rank == 0
+        with (
+            mock.patch.object(LateNumber, "has_come", return_value=False) if late else nullcontext()
+        ):
+            loss.backward()
         optimizer.step()
 
     told = [told_by(lambda number=number: step(number)) for number in range(1, 5)]
@@ -95,6 +109,7 @@ def fail_in_step_3(kind: str, value: float) -> list[tuple[str, str]]:
     ("kind", "value", "told"),
     [
         ("whole", math.nan, r"turn on rank 1 had NaN among its 2 elements in step 3; of 5 such"),
+        ("on both", math.nan, r"turn on rank 1 had NaN among its 2 elements in step 3; of 5 such"),
         ("sharded", math.inf, r"first\.bias on rank 1 had Inf among its 3 .* step 3; of 1 such"),
     ],
 )
@@ -303,6 +318,54 @@ def test_an_average_that_is_held() -> None:
     first, second = run_ranks(hold, 2, env={"PYDIST_BACKEND": "native"}, timeout=LIMIT_S)
     assert first[0][0] == "Error"
     assert "in step 1" in second[0][1]
+
+
+def be_late() -> tuple[int, str]:
+    """Nothing that was sent ever comes; returns in which step that raises."""
+    _, model = start()
+    with nothing_comes():
+        for step in range(1, 40):
+            model.zero_grad()
+            try:
+                loss_of(model, step, math.nan if step == 1 else 1.0).backward()
+            except FloatingPointError as error:
+                return step, str(error)
+    return 0, ""
+
+
+def test_the_host_waits_for_what_is_too_late() -> None:
+    ((step, told),) = run_ranks(be_late, 1, env={"PYDIST_BACKEND": "nccl"}, timeout=LIMIT_S)
+    assert step == 2 + _MOST_UNDER_WAY
+    assert "in step 1;" in told
+
+
+def average_by_hand() -> list[tuple[str, str]]:
+    """Gradients of autograd.grad() reach no parameter: what is thrown away of them is no alarm."""
+    rank, model = start()
+    parameters = [each for each in model.parameters() if each.numel()]
+    for step in range(1, 4):
+        loss = loss_of(model, step, math.nan)
+        torch.autograd.grad(loss, parameters, allow_unused=True)
+        assert len(model._finite_check._seen) <= len(parameters)
+    told = [told_by(lambda step=step: loss_of(model, step).backward()) for step in (4, 5)]
+    model.zero_grad()
+    bad = math.nan if rank == 1 else 1.0
+    found = torch.autograd.grad(loss_of(model, 6, bad), parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        parameter.grad = gradient
+    model.sync_gradients()
+    model.zero_grad()
+    told.append(told_by(lambda: loss_of(model, 7).backward()))
+    pydist.barrier()
+    return told
+
+
+@BACKENDS
+def test_gradients_of_autograd_grad(backend: str) -> None:
+    env = {"PYDIST_BACKEND": backend}
+    first, second = run_ranks(average_by_hand, 2, env=env, timeout=LIMIT_S)
+    assert [error for error, _ in first] == ["", "", "Error"]
+    assert [error for error, _ in second] == ["", "", "FloatingPointError"]
 
 
 def train_over_devices() -> list[tuple[str, str]]:
