@@ -173,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"copy of {size >> 20} MiB: {copy_rate * 1e-9:.0f} GB/s, read and written\n")
     print(f"{'kernel':36} {'GB/s':>8} {'of copy':>8}")
     missed = []
-    found = [gpu_figures.figure("copy", f"{copy_rate * 1e-9:.0f} GB/s", bytes_per_s=copy_rate)]
+    kept = gpu_figures.Kept(given.json)
+    kept.add("copy", f"{copy_rate * 1e-9:.0f} GB/s", bytes_per_s=copy_rate)
     for name, make in cases(library, size):
         made = [make() for _ in range(3)]
         rate = made[0][1] / seconds([call for call, _ in made])
@@ -181,8 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         share = rate / copy_rate
         mark = "" if share >= AIM else "  below the aim"
         print(f"{name:36} {rate * 1e-9:8.0f} {share:8.0%}{mark}")
-        found.append(gpu_figures.figure(name, f"{share:.0%}", bytes_per_s=rate, of_copy=share))
-        gpu_figures.keep(given.json, found)
+        kept.add(name, f"{share:.0%}", bytes_per_s=rate, of_copy=share)
         if share < AIM:
             missed.append(name)
     print(

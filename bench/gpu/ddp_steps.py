@@ -214,12 +214,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"No step was measured: {why_not}.")
         return 2
     found: list[Found] = []
+    kept = gpu_figures.Kept(given.json)
     for name in names:
         try:
             found.append(measure_alone(name, given))
         except AssertionError as error:
             print(f"{name} was not measured: {error}")
-        gpu_figures.keep(given.json, [figure_of(each) for each in found])
+        else:
+            keep(kept, found[-1])
     Console().print(table_of(found, given.ranks, given.backend))
     waiting = [each.model for each in found if each.ours_waits]
     if waiting:
@@ -227,10 +229,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if waiting or len(found) < len(names) else 0
 
 
-def figure_of(found: Found) -> gpu_figures.Figure:
+def keep(kept: gpu_figures.Kept, found: Found) -> None:
     waits = f"waits {waits_text(found.ours_waits)}, of DDP {waits_text(found.ddp_waits)}"
-    shown = f"{ratio_of(found.ours_s, found.ddp_s)} of DDP, memory {memory_text(found)}, {waits}"
-    return gpu_figures.figure(found.model, shown, **asdict(found))
+    ratio = ratio_of(found.ours_s, found.ddp_s)
+    kept.add(found.model, f"{ratio} of DDP, memory {memory_text(found)}, {waits}", **asdict(found))
 
 
 if __name__ == "__main__":

@@ -44,24 +44,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size in args.sizes.split(",")
     ]
     sharing = "that share a GPU" if gpu_pairs.are_sharing() else "with a GPU each"
-    found: list[gpu_figures.Figure] = []
+    kept = gpu_figures.Kept(args.json)
     table = Table(title=f"all_reduce of {args.dtype}, {nprocs} ranks {sharing}")
     for column in ("size", "torch, µs", "pydist, µs", "pydist / torch", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for case, times in zip(cases, gpu_pairs.measure(cases, nprocs, args.seconds), strict=True):
-        found.append(
-            gpu_pairs.figure_of(
-                size_text(case.size_bytes), times, ratio_of(times.subject_s, times.reference_s)
-            )
-        )
-        gpu_figures.keep(args.json, found)
+        ratio = ratio_of(times.subject_s, times.reference_s)
         table.add_row(
             size_text(case.size_bytes),
             *(
                 f"{statistics.median(each) * 1e6:.1f}"
                 for each in (times.reference_s, times.subject_s)
             ),
-            found[-1]["shown"],
+            gpu_pairs.keep(kept, size_text(case.size_bytes), times, ratio),
             "noisy" if is_noisy(times.reference_s) else "",
         )
     Console().print(table)

@@ -80,9 +80,10 @@ def take_case(case: Case, is_sharing: bool, seconds: float) -> Times:
     return take_turns(case.make_pair, (case.size_bytes, case.dtype), seconds)
 
 
-def figure_of(what: str, times: Times, ratio: Ratio) -> gpu_figures.Figure:
-    return gpu_figures.figure(
-        what,
+def keep(kept: gpu_figures.Kept, of: str, times: Times, ratio: Ratio) -> str:
+    """Keeps what was measured; returns the ratio as it is shown."""
+    return kept.add(
+        of,
         str(ratio),
         reference=times.reference_name,
         reference_s=statistics.median(times.reference_s),

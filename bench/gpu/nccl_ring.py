@@ -41,19 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for dtype in args.dtypes.split(",")
         for size in args.sizes.split(",")
     ]
-    found: list[gpu_figures.Figure] = []
+    kept = gpu_figures.Kept(args.json)
     table = Table(title=f"all_reduce on {nprocs} ranks, {torch.cuda.get_device_name()}")
     for column in ("size", "dtype", "NCCL's own, µs", "ring, µs", "ring / NCCL's own", ""):
         table.add_column(column, justify="right", no_wrap=True)
     for case, times in zip(cases, gpu_pairs.measure(cases, nprocs, args.seconds), strict=True):
-        found.append(
-            gpu_pairs.figure_of(
-                f"{size_text(case.size_bytes)} {case.dtype}",
-                times,
-                ratio_of(times.subject_s, times.reference_s),
-            )
-        )
-        gpu_figures.keep(args.json, found)
+        ratio = ratio_of(times.subject_s, times.reference_s)
         table.add_row(
             size_text(case.size_bytes),
             case.dtype,
@@ -61,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"{statistics.median(each) * 1e6:.1f}"
                 for each in (times.reference_s, times.subject_s)
             ),
-            found[-1]["shown"],
+            gpu_pairs.keep(kept, f"{size_text(case.size_bytes)} {case.dtype}", times, ratio),
             "noisy" if is_noisy(times.reference_s) else "",
         )
     Console().print(table)

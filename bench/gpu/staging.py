@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"The staging was not measured: {why_not}.")
         return 2
     nprocs = gpu_pairs.rank_count()
-    found: list[gpu_figures.Figure] = []
+    kept = gpu_figures.Kept(args.json)
     table = Table(title=f"all_reduce of float32 on {nprocs} ranks, {torch.cuda.get_device_name()}")
     for column in ("size", "backend", "copies, GB/s", "staged, GB/s", "share of the copies", ""):
         table.add_column(column, justify="right", no_wrap=True)
@@ -46,14 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for size in args.sizes.split(",")
         ]
         for case, times in zip(cases, gpu_pairs.measure(cases, nprocs, args.seconds), strict=True):
-            found.append(
-                gpu_pairs.figure_of(
-                    f"{size_text(case.size_bytes)} {backend}",
-                    times,
-                    ratio_of(times.reference_s, times.subject_s),
-                )
-            )
-            gpu_figures.keep(args.json, found)
+            ratio = ratio_of(times.reference_s, times.subject_s)
             table.add_row(
                 size_text(case.size_bytes),
                 backend,
@@ -61,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{2e-9 * case.size_bytes / statistics.median(each):.2f}"
                     for each in (times.reference_s, times.subject_s)
                 ),
-                found[-1]["shown"],
+                gpu_pairs.keep(kept, f"{size_text(case.size_bytes)} {backend}", times, ratio),
                 "noisy" if is_noisy(times.reference_s) else "",
             )
     Console().print(table)

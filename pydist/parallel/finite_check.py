@@ -50,9 +50,8 @@ class FiniteCheck:
 
     def __init__(self, looks: bool) -> None:
         self._looks = looks
-        # By id: to compare tensors is to compare their elements.
-        self._watched: dict[int, weakref.ref[Tensor]] = {}
-        self._names: dict[int, str] = {}
+        # With their names. By id: to compare tensors is to compare their elements.
+        self._watched: dict[int, tuple[weakref.ref[Tensor], str]] = {}
         # Forwards that average, with the present one: steps, where each has one.
         self._step = 0
         self._rank = 0
@@ -80,10 +79,8 @@ class FiniteCheck:
             return
         self._reducer, self._rank = reducer, rank
         for name, parameter, _ in trained:
-            known = self._watched.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._watched[id(parameter)] = weakref.ref(parameter)
-                self._names[id(parameter)] = name
+            if self._name_of(parameter) is None:
+                self._watched[id(parameter)] = weakref.ref(parameter), name
                 parameter.register_hook(_LookAtGradient(self, parameter))
 
     def stop(self) -> None:
@@ -178,7 +175,7 @@ class FiniteCheck:
         step = self._step if averages else self._step + 1
         kind = "backward" if averages else "backward, which accumulates,"
         error = FloatingPointError(
-            f"the gradient of parameter {self._names[id(parameter)]} on rank {self._rank} has "
+            f"the gradient of parameter {self._name_of(parameter)} on rank {self._rank} has "
             f"{nan} NaN and {inf} Inf among {gradient.numel()} elements in step {step}; of the "
             f"parameters that this {kind} has reached it is the first one"
         )
@@ -187,6 +184,11 @@ class FiniteCheck:
         if not self._found:
             logger.warning("%s. It is raised when it is averaged.", error)
         self._found.append((weakref.ref(parameter), error))
+
+    def _name_of(self, parameter: Tensor) -> str | None:
+        """What a parameter is called; None where it is not watched."""
+        known, name = self._watched.get(id(parameter), (lambda: None, ""))
+        return name if known() is parameter else None
 
     def _raise_found(self, reducer: Reducer) -> None:
         """Raises what backwards that only accumulated have found, once, where it is still there."""
@@ -211,7 +213,7 @@ class FiniteCheck:
             if self._rounds.get(device) != number:
                 self._rounds[device] = number
                 concluded = reducer.rounds_concluded
-                # As long as no later round is concluded.
+                # Those of a round that failed go before this one is concluded.
                 self._seen = [
                     each for each in self._seen if each.round == number or each.was_used(concluded)
                 ]
@@ -221,17 +223,17 @@ class FiniteCheck:
 
     def _look_at(self, reducer: Reducer, parameters: list[Tensor], step: int) -> list[_Seen]:
         """Lets GPUs look at what parameters hold now."""
-        known = [(each, each.grad) for each in parameters if id(each) in self._names]
+        held = [(each, each.grad) for each in parameters if self._name_of(each) is not None]
         return [
             self._looked_at(gradient, parameter, reducer, step)
-            for parameter, gradient in known
+            for parameter, gradient in held
             # What stands for a shard's gradient is of a class of its own, and was averaged.
             if gradient is not None and gradient.is_cuda and type(gradient) is Tensor
         ]
 
     def _looked_at(self, gradient: Tensor, parameter: Tensor, reducer: Reducer, step: int) -> _Seen:
         return _Seen(
-            self._names[id(parameter)],
+            str(self._name_of(parameter)),
             gradient.numel(),
             _largest(gradient),
             step,
@@ -280,7 +282,7 @@ class _Seen:
     rounds_before: int  # that were concluded
 
     def was_used(self, rounds_concluded: int) -> bool:
-        """Whether its round, which is over, was concluded; no later one has been."""
+        """Whether its round was concluded. Asked when it is over, and no later one is."""
         return self.rounds_before < rounds_concluded
 
 

@@ -107,7 +107,7 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
     uses_pending = not getattr(optimizer, "refuses_pending_gradients", False)
     for wrapper in newest_first():
         if wrapper._working_reducer in reducers:
-            wrapper._before_step(uses_pending=uses_pending)
+            wrapper._finite_check.before_step(uses_pending=uses_pending)
     if not uses_pending:
         return
     for reducer in reducers:

@@ -950,10 +950,6 @@ class DataParallel(TorchIdioms, StandsForModule):
         told = {**self._settings.of_torch, **self._torch_attributes, **self.__dict__}
         return bool(told["static_graph"])
 
-    def _before_step(self, *, uses_pending: bool) -> None:
-        """Takes note of an optimizer's step; `check_finite=True` may raise FloatingPointError."""
-        self._finite_check.before_step(uses_pending=uses_pending)
-
     def _forget_late(self) -> None:
         """Tells of nothing that a GPU has computed until now: other values are loaded."""
         self._finite_check.forget()

@@ -159,6 +159,22 @@ class Tied(nn.Module):
         return out
 
 
+def normalized_model(**settings: Any) -> pydist.DataParallel:
+    """Two layers with batch normalisation between them, wrapped."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    return pydist.DataParallel(nn.Sequential(*layers), **settings)
+
+
+def train_normalized(model: pydist.DataParallel, optimizer: Any, steps: int) -> None:
+    """Steps on batches of this rank's."""
+    generator = torch.Generator().manual_seed(pydist.rank())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
+        optimizer.step()
+
+
 class Cut(nn.Module):
     """Cut over two devices and the CPU: buffers, a shared weight, a branch that no rank takes."""
 

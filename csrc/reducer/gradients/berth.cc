@@ -7,6 +7,7 @@
 #include "reducer/gradients/gradient_shard.h"
 
 namespace pydist {
+
 bool Berth::try_take(std::vector<GradientSlot>& slots, const std::vector<std::size_t>& members) {
   WorkPtr before;
   if (!users_.empty()) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,10 @@ def told_by(call: Any) -> tuple[str, str]:
     return "", ""
 
 
+def told_in(step: Callable[[int], None], numbers: Iterable[int]) -> list[tuple[str, str]]:
+    return [told_by(lambda number=number: step(number)) for number in numbers]
+
+
 def nothing_comes() -> AbstractContextManager[object]:
     """What is sent to the host is under way for long."""
     return mock.patch.object(LateNumber, "has_come", return_value=False)
@@ -98,10 +103,10 @@ def fail_in_step_3(kind: str, value: float) -> list[tuple[str, str]]:
             loss.backward()
         optimizer.step()
 
-    told = [told_by(lambda number=number: step(number)) for number in range(1, 5)]
+    told = told_in(step, range(1, 5))
     # As from a checkpoint. All gradients of step 4 were worth nothing, and are not told of.
     model.load_state_dict(before)
-    return told + [told_by(lambda number=number: step(number)) for number in range(5, 8)]
+    return told + told_in(step, range(5, 8))
 
 
 @BACKENDS
@@ -144,7 +149,7 @@ def fail_while_accumulating() -> list[tuple[str, str]]:
     step(1)
     step(2, throws_away=True)
     step(3)  # nobody raises
-    told = [told_by(lambda number=number: step(number)) for number in (1, 2, 3)]
+    told = told_in(step, (1, 2, 3))
     pydist.barrier()
     return told
 
@@ -187,7 +192,7 @@ def train_apart() -> list[tuple[str, str]]:
             loss_of(model, number, math.inf if number == 2 and rank == 0 else 1.0).backward()
             optimizer.step()
 
-    return [told_by(lambda number=number: step(number)) for number in (1, 2, 3, 4)]
+    return told_in(step, (1, 2, 3, 4))
 
 
 def test_ranks_that_train_apart() -> None:
@@ -286,7 +291,7 @@ def go_forward_by_method(kind: str) -> list[tuple[str, str]]:
         (loss(number) * bad).backward()
         optimizer.step()
 
-    told = [told_by(lambda number=number: step(number)) for number in (1, 2, 3)]
+    told = told_in(step, (1, 2, 3))
     pydist.barrier()
     return told
 
@@ -387,7 +392,7 @@ def train_over_devices() -> list[tuple[str, str]]:
         loss.backward()
         optimizer.step()
 
-    told = [told_by(lambda number=number: step(number)) for number in (1, 2, 3)]
+    told = told_in(step, (1, 2, 3))
     pydist.barrier()
     return told
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from launch import Ranks, rank_outcomes, run_ranks
 from thorough import everyday
+from training import normalized_model, train_normalized
 
 import pydist
 from pydist.testing import faults
@@ -17,20 +18,6 @@ pytestmark = pytest.mark.timeout(90)
 BACKENDS = everyday("native", thorough=("gloo",))
 
 
-def model_of(**settings: Any) -> pydist.DataParallel:
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)]
-    return pydist.DataParallel(torch.nn.Sequential(*layers), **settings)
-
-
-def train(model: pydist.DataParallel, optimizer: Any, steps: int) -> None:
-    generator = torch.Generator().manual_seed(pydist.rank())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
-        optimizer.step()
-
-
 def make_optimizer(kind: str, model: pydist.DataParallel) -> Any:
     if kind == "sharded":
         return pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.01)
@@ -39,14 +26,14 @@ def make_optimizer(kind: str, model: pydist.DataParallel) -> Any:
 
 def diverge(kind: str, what: str, finds: int | None) -> str:
     """Changes something on rank 1 in step 3, compares in steps 2, 4, 6."""
-    model = model_of(check_every=2)
+    model = normalized_model(check_every=2)
     optimizer = make_optimizer(kind, model)
-    train(model, optimizer, 2)
+    train_normalized(model, optimizer, 2)
     if pydist.rank() == 1 and what:
         with torch.no_grad():
             dict([*model.named_parameters(), *model.named_buffers()])[what].view(-1)[0] += 1
     try:
-        train(model, optimizer, 6)
+        train_normalized(model, optimizer, 6)
     except pydist.Mismatch as error:
         # The group is sound: all have raised alike.
         pydist.barrier()
@@ -103,11 +90,11 @@ def test_values_that_swap_their_places(what: str, named: str, backend: str) -> N
 
 
 def diverge_alone(odd: int) -> tuple[str, tuple[int, ...]]:
-    model = model_of(check_every=1)
+    model = normalized_model(check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with faults.inject(faults.Fault("corrupt", rank=odd, step=2, phase="step")):
         try:
-            train(model, optimizer, 5)
+            train_normalized(model, optimizer, 5)
         except pydist.Mismatch as error:
             return str(error), error.ranks
     return "", ()
@@ -128,8 +115,8 @@ def test_of_two_models_that_differ_nobody_can_tell_which_is_wrong(
 
 
 def buffers_of_each() -> str:
-    model = model_of(check_every=1, broadcast_buffers=False)
-    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 4)
+    model = normalized_model(check_every=1, broadcast_buffers=False)
+    train_normalized(model, torch.optim.SGD(model.parameters(), lr=0.01), 4)
     return "trained"
 
 
@@ -149,12 +136,12 @@ def ignore_some() -> tuple[list[float], str]:
     pydist.DataParallel._set_params_and_buffers_to_ignore_for_model(net, own)
     model = pydist.DataParallel(net, check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, 3)
+    train_normalized(model, optimizer, 3)
     kept = net[0].bias.tolist()
     with torch.no_grad():
         net[2].bias += pydist.rank()  # which is compared
     with pytest.raises(pydist.Mismatch) as raised:
-        train(model, optimizer, 1)
+        train_normalized(model, optimizer, 1)
     return kept, str(raised.value)
 
 
@@ -167,16 +154,16 @@ def test_what_is_ignored_is_not_compared() -> None:
 
 
 def evaluate_alone() -> str:
-    model = model_of(check_every=1)
+    model = normalized_model(check_every=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, 2)
+    train_normalized(model, optimizer, 2)
     if pydist.rank() == 0:
         with torch.no_grad():
             model(torch.ones(3, 4))
     with model.no_sync():
         model(torch.ones(3, 4)).sum().backward()
     optimizer.zero_grad()
-    train(model, optimizer, 2)
+    train_normalized(model, optimizer, 2)
     return "trained"
 
 
@@ -186,7 +173,7 @@ def test_one_rank_may_evaluate_alone() -> None:
 
 
 def joined() -> None:
-    with model_of(check_every=1).join():
+    with normalized_model(check_every=1).join():
         pass
 
 
@@ -197,7 +184,7 @@ def test_join_is_refused() -> None:
 
 
 def disagree() -> None:
-    model_of(check_every=1 + pydist.rank() if pydist.is_initialized() else 1)
+    normalized_model(check_every=1 + pydist.rank() if pydist.is_initialized() else 1)
 
 
 def checked_differently() -> None:
@@ -214,4 +201,4 @@ def test_ranks_compare_in_the_same_steps() -> None:
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "10"])
 def test_a_value_that_makes_no_sense(value: Any) -> None:
     with pytest.raises(pydist.InvalidUsage, match="check_every"):
-        model_of(check_every=value)
+        normalized_model(check_every=value)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from launch import run_ranks
 from thorough import everyday
+from training import normalized_model, train_normalized
 
 import pydist
 from pydist.parallel.finite_check import FiniteCheck
@@ -17,24 +18,10 @@ pytestmark = pytest.mark.timeout(90)
 BACKENDS = everyday("native", thorough=("gloo",))
 
 
-def model_of(**settings: Any) -> pydist.DataParallel:
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)]
-    return pydist.DataParallel(torch.nn.Sequential(*layers), **settings)
-
-
-def train(model: pydist.DataParallel, optimizer: Any, steps: int) -> None:
-    generator = torch.Generator().manual_seed(pydist.rank())
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
-        optimizer.step()
-
-
 def not_finite(value: float) -> tuple[str, str]:
-    model = model_of(check_finite=True)
+    model = normalized_model(check_finite=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    train(model, optimizer, 2)
+    train_normalized(model, optimizer, 2)
     inputs = torch.randn(5, 4)
     outputs = model(inputs).sum()
     if pydist.rank() == 1:
@@ -44,7 +31,7 @@ def not_finite(value: float) -> tuple[str, str]:
     except (FloatingPointError, pydist.Error) as error:
         # Both go on.
         optimizer.zero_grad()
-        train(model, optimizer, 1)
+        train_normalized(model, optimizer, 1)
         return type(error).__name__, str(error)
     return "", ""
 
@@ -63,7 +50,7 @@ def test_a_gradient_that_is_not_finite(value: float, backend: str) -> None:
 
 def not_finite_while_accumulating() -> list[tuple[str, str]]:
     """Steps of two backwards each; in the second one, the first backward of rank 1 has a NaN."""
-    model = model_of(check_finite=True)
+    model = normalized_model(check_finite=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     told = []
     for step in (1, 2, 3):
@@ -81,7 +68,7 @@ def not_finite_while_accumulating() -> list[tuple[str, str]]:
     with model.no_sync():
         (model(torch.randn(5, 4)).sum() * math.nan).backward()
     optimizer.zero_grad()
-    train(model, optimizer, 1)
+    train_normalized(model, optimizer, 1)
     # Averaged outside of backward.
     with model.no_sync():
         bad = pydist.rank() == 1
@@ -89,7 +76,7 @@ def not_finite_while_accumulating() -> list[tuple[str, str]]:
     with pytest.raises(FloatingPointError if bad else pydist.Error, match="rank 1"):
         model.sync_gradients()
     optimizer.zero_grad()
-    train(model, optimizer, 1)
+    train_normalized(model, optimizer, 1)
     # Training apart, which averages nothing.
     with model.no_sync():
         (model(torch.randn(5, 4)).sum() * math.inf).backward()
