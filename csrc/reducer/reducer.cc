@@ -393,7 +393,9 @@ void Reducer::forget_weights_of_nothing() {
   if (!weights_.has_gradients) {
     return;
   }
-  if (!has_pending()) {
+  bool is_any_pending = false;
+  options_.among_users([&] { is_any_pending = has_pending(); });
+  if (!is_any_pending) {
     weights_ = {};
     return;
   }
@@ -444,7 +446,9 @@ void Reducer::prepare_round(Instant began) {
     std::rethrow_exception(make_error(ErrorKind::kError, out_of_step_));
   }
   try {
-    apply_plan();
+    if (next_plan_) {
+      options_.among_users([this] { apply_plan(); });
+    }
     arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
     round_.is_bare = is_frozen();
     round_.times = std::make_shared<RoundTimes>(arena_.buckets().size());

@@ -87,7 +87,10 @@ void Reducer::launch(Closing::Status status) {
   GradientBucket& bucket = arena_.buckets()[number];
   // A rank that gives up must not wait for memory, so it may have to launch without the bucket's
   // own.
-  const bool is_lost = status != Closing::Status::kFine && !has_memory(number);
+  bool is_lost = false;
+  if (status != Closing::Status::kFine) {
+    options_.among_users([&] { is_lost = !has_memory(number); });
+  }
   std::optional<c10::StreamGuard> beside;
   if (status == Closing::Status::kFine) {
     for (const c10::Stream& stream : bucket.streams) {
@@ -104,7 +107,9 @@ void Reducer::launch(Closing::Status status) {
     beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
   }
   if (status != Closing::Status::kFine) {
-    bucket.travelling = arena_.lent().load_nothing(arena_.slots(), bucket.slots, bucket.memory);
+    options_.among_users([&] {
+      bucket.travelling = arena_.lent().load_nothing(arena_.slots(), bucket.slots, bucket.memory);
+    });
   }
   note_capture();
   round_.times->buckets[number].launched = now_ns();

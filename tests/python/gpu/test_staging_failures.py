@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from collections.abc import Callable
 
 import fake_cuda
@@ -15,7 +17,7 @@ from launch import Outcome, rank_outcomes
 from staged_gpu import needs_gpu
 from staged_tensors import BACKENDS, filled, on_device, start
 from torch import Tensor, nn
-from training import TIME_LIMIT
+from training import LIMIT_S, TIME_LIMIT
 
 import pydist
 
@@ -50,6 +52,54 @@ def backward_raises() -> None:
 @BACKENDS
 def test_training_goes_on_after_a_backward_that_raised(backend: str) -> None:
     on_device(backend, backward_raises)
+
+
+class Exponentials(nn.Module):
+    """Whose backward autograd itself refuses, before any gradient, if its output was changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs).exp()
+
+
+def program_goes_on() -> None:
+    """It has the exception, and changes gradients, before autograd's thread gives the round up."""
+    start()
+    model = pydist.DataParallel(Exponentials().to("cuda"))
+    inputs = torch.zeros(3, 4, device="cuda")
+    # As a gradient that is going away, it has no memory: whoever asks where it lies raises.
+    level = torch._C._functorch._vmap_increment_nesting(1, "error")
+    without_memory = [
+        torch._C._functorch._add_batch_dim(torch.zeros_like(parameter)[None], 0, level)
+        for parameter in model.parameters()
+    ]
+    torch._C._functorch._vmap_decrement_nesting()
+    hold_interpreter = ctypes.PyDLL(None).usleep
+    sys.setswitchinterval(LIMIT_S)
+    for accumulates in (False, True) * 8:
+        if accumulates:
+            with model.no_sync():
+                model(inputs).sum().backward()
+        outputs = model(inputs)
+        loss = outputs.sum()
+        outputs.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        for parameter, gradient in zip(model.parameters(), without_memory, strict=True):
+            parameter.grad = gradient
+        hold_interpreter(20_000)
+        model.zero_grad()
+        model(inputs).sum().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.zero_grad()
+
+
+@BACKENDS
+def test_a_program_that_goes_on_while_a_round_is_given_up(backend: str) -> None:
+    on_device(backend, program_goes_on)
 
 
 def device_is_late() -> str:
