@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -31,6 +32,10 @@ constexpr std::chrono::microseconds kAskAgain{20'000};
 constexpr std::chrono::seconds kAnswerPatience{1};
 // Who floods the server must not keep the monitor's thread, which calls it, from its other work.
 constexpr int kRequestsATurn = 64;
+// How many connections the server keeps open for what is yet to come, and how long at least:
+// longer than an asker waits on one.
+constexpr std::size_t kMostCallers = 64;
+constexpr std::chrono::seconds kCallerPatience = 2 * kAnswerPatience;
 // The system closes the socket of a process that dies before anybody can see the death.
 constexpr std::chrono::milliseconds kDeathPatience{200};
 
@@ -127,6 +132,14 @@ bool send(int connection, const std::string& text, int fd) {
   return ::sendmsg(connection, &header, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
 }
 
+// Has the epoll `set` tell when something comes to `fd`; false where the system has no room.
+bool watch(int set, int fd) noexcept {
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = fd;
+  return ::epoll_ctl(set, EPOLL_CTL_ADD, fd, &event) == 0;
+}
+
 // What request and answer are signed for.
 std::string signed_text(std::string_view what, std::string_view server, std::string_view nonce,
                         std::string_view key) {
@@ -135,7 +148,10 @@ std::string signed_text(std::string_view what, std::string_view server, std::str
 
 }  // namespace
 
-SegmentServer::SegmentServer() : socket_(open_socket()), address_(join("pydist-", random_token())) {
+SegmentServer::SegmentServer()
+    : socket_(open_socket()),
+      ready_(::epoll_create1(EPOLL_CLOEXEC)),
+      address_(join("pydist-", random_token())) {
   const AbstractAddress address = abstract_address(address_);
   if (::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address.value), address.length) !=
       0) {
@@ -143,6 +159,9 @@ SegmentServer::SegmentServer() : socket_(open_socket()), address_(join("pydist-"
   }
   if (::listen(socket_.get(), SOMAXCONN) != 0) {
     throw system_error("Cannot listen at a Unix socket", errno);
+  }
+  if (!ready_ || !watch(ready_.get(), socket_.get())) {
+    throw system_error("Cannot wait for connections at a Unix socket", errno);
   }
   spare_ = FileDescriptor(::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
   if (!spare_) {
@@ -157,6 +176,10 @@ void SegmentServer::offer(const std::string& key, int fd, const JobSecret& secre
   }
   const std::lock_guard lock(mutex_);
   offers_.insert_or_assign(key, Offer{std::move(duplicate), secret});
+  for (auto caller = callers_.begin(); caller != callers_.end();) {
+    const bool waits = !caller->second.request || answer(caller->second) == Outlook::kWaits;
+    caller = waits ? std::next(caller) : forget(caller);
+  }
 }
 
 void SegmentServer::withdraw(const std::string& key) {
@@ -169,17 +192,31 @@ void SegmentServer::serve() {
   if (!spare_) {
     spare_ = FileDescriptor(::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
   }
+  std::array<epoll_event, kRequestsATurn> events{};
+  const int count = ::epoll_wait(ready_.get(), events.data(), kRequestsATurn, 0);
+  for (int i = 0; i < count; ++i) {
+    const int fd = events[static_cast<std::size_t>(i)].data.fd;
+    if (fd == socket_.get()) {
+      accept_callers();
+    } else if (const auto caller = callers_.find(fd);
+               caller != callers_.end() && hear(caller->second) == Outlook::kOver) {
+      forget(caller);
+    }
+  }
+}
+
+void SegmentServer::accept_callers() {
   for (int count = 0; count < kRequestsATurn; ++count) {
-    FileDescriptor connection = accept();
-    if (!connection) {
+    Caller caller{accept(), std::nullopt, Deadline::in(kCallerPatience)};
+    if (!caller.connection) {
       return;
     }
-    if (peer_of(connection.get()).uid == ::geteuid()) {
-      answer(connection.get());
+    if (peer_of(caller.connection.get()).uid == ::geteuid() && hear(caller) == Outlook::kWaits) {
+      keep(caller);
     }
     // Closes the connection and has a spare again, in one: no other thread can come between.
-    if (!spare_ && ::dup3(socket_.get(), connection.get(), O_CLOEXEC) >= 0) {
-      spare_ = std::move(connection);
+    if (!spare_ && ::dup3(socket_.get(), caller.connection.get(), O_CLOEXEC) >= 0) {
+      spare_ = std::move(caller.connection);
     }
   }
 }
@@ -202,29 +239,60 @@ FileDescriptor SegmentServer::accept() {
   return connection;
 }
 
-void SegmentServer::answer(int connection) {
-  Message request;
-  if (receive(connection, Descriptors::kNone, request) != Arrival::kMessage) {
-    return;
-  }
-  const std::string_view text = request.text;
+std::optional<SegmentServer::Request> SegmentServer::parse(const std::string& text) {
   const auto first = text.find(' ');
   const auto last = text.rfind(' ');
   if (first == last) {
-    return;
+    return std::nullopt;
   }
-  const std::string_view nonce = text.substr(0, first);
-  const std::string key(text.substr(first + 1, last - first - 1));
+  return Request{text.substr(0, first), text.substr(first + 1, last - first - 1),
+                 text.substr(last + 1)};
+}
+
+SegmentServer::Outlook SegmentServer::hear(Caller& caller) {
+  Message message;
+  const Arrival arrival = receive(caller.connection.get(), Descriptors::kNone, message);
+  if (arrival == Arrival::kNothingYet) {
+    return Outlook::kWaits;
+  }
+  const bool is_first = !caller.request;  // more is none of the protocol's
+  caller.request = arrival == Arrival::kMessage && is_first ? parse(message.text) : std::nullopt;
+  return caller.request ? answer(caller) : Outlook::kOver;
+}
+
+SegmentServer::Outlook SegmentServer::answer(const Caller& caller) {
+  const auto& [nonce, key, signature] = *caller.request;
   const auto found = offers_.find(key);
   if (found == offers_.end()) {
-    return;
+    return Outlook::kWaits;
   }
   const auto& [fd, secret] = found->second;
-  if (secret.has_signed(signed_text("request", address_, nonce, key), text.substr(last + 1))) {
+  if (secret.has_signed(signed_text("request", address_, nonce, key), signature)) {
     // A requester that is gone by now needs no answer.
-    static_cast<void>(
-        send(connection, secret.sign(signed_text("answer", address_, nonce, key)), fd.get()));
+    static_cast<void>(send(caller.connection.get(),
+                           secret.sign(signed_text("answer", address_, nonce, key)), fd.get()));
   }
+  return Outlook::kOver;
+}
+
+// Leaves the connection to the caller, who closes it, where there are too many. So it does where
+// this one has the last descriptor: the next asker could not even be turned away.
+void SegmentServer::keep(Caller& caller) {
+  if (callers_.size() >= kMostCallers) {
+    for (auto it = callers_.begin(); it != callers_.end();) {
+      it = it->second.patience.has_passed() ? forget(it) : std::next(it);
+    }
+  }
+  const int fd = caller.connection.get();
+  if (spare_ && callers_.size() < kMostCallers && watch(ready_.get(), fd)) {
+    callers_.insert_or_assign(fd, std::move(caller));
+  }
+}
+
+SegmentServer::Callers::iterator SegmentServer::forget(Callers::iterator caller) {
+  // Closing alone would not do where a process that was forked meanwhile has the connection, too.
+  ::epoll_ctl(ready_.get(), EPOLL_CTL_DEL, caller->first, nullptr);
+  return callers_.erase(caller);
 }
 
 namespace {

@@ -15,9 +15,10 @@
 // not do: root of another container may have the same. An answer goes to the end of the connection
 // that has asked, and to nobody who comes after it.
 //
-// The protocol has no state: a connection is for one request, which is there already, and is closed
-// whether there is an answer or not. Who gets none, because the request comes before the offer,
-// say, asks again on another one.
+// A connection is for one request, and is closed after the answer, or where there is none to come.
+// The server keeps some connections whose request has yet to come, or comes before the offer: on a
+// busy machine an asker may lose its core between connecting and asking. It keeps few, and not for
+// long, since each takes a descriptor; who is turned away asks again on another connection.
 
 #pragma once
 
@@ -26,6 +27,7 @@
 #include <functional>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -43,15 +45,16 @@ class SegmentServer {
   // The name to publish to peers.
   [[nodiscard]] const std::string& address() const noexcept { return address_; }
 
-  // Becomes readable when a request waits.
-  [[nodiscard]] int fd() const noexcept { return socket_.get(); }
+  // Becomes readable when there is something to serve.
+  [[nodiscard]] int fd() const noexcept { return ready_.get(); }
 
   // Hands out a duplicate of `fd` to every process that asks for `key` and knows `secret`, until
   // withdrawn.
   void offer(const std::string& key, int fd, const JobSecret& secret);
   void withdraw(const std::string& key);
 
-  // Answers requests that wait, as many as a turn may have; never blocks.
+  // Answers requests that wait, as many as a turn may have; never blocks. Those that wait for an
+  // offer are answered by it.
   void serve();
 
  private:
@@ -60,13 +63,37 @@ class SegmentServer {
     JobSecret secret;
   };
 
-  [[nodiscard]] FileDescriptor accept();  // with mutex_
-  void answer(int connection);            // with mutex_
+  struct Request {
+    std::string nonce;
+    std::string key;
+    std::string signature;
+  };
+
+  struct Caller {
+    FileDescriptor connection;
+    std::optional<Request> request;  // once it has come
+    Deadline patience;
+  };
+  using Callers = std::map<int, Caller>;  // by descriptor
+
+  enum class Outlook { kWaits, kOver };
+
+  [[nodiscard]] static std::optional<Request> parse(const std::string& text);
+
+  // With mutex_.
+  [[nodiscard]] FileDescriptor accept();
+  void accept_callers();
+  [[nodiscard]] Outlook hear(Caller& caller);
+  [[nodiscard]] Outlook answer(const Caller& caller);
+  void keep(Caller& caller);
+  Callers::iterator forget(Callers::iterator caller);
 
   FileDescriptor socket_;
+  FileDescriptor ready_;  // an epoll of the socket and of the callers
   std::string address_;
   std::mutex mutex_;
   std::map<std::string, Offer> offers_;  // guarded by mutex_
+  Callers callers_;                      // guarded by mutex_
   FileDescriptor spare_;  // to accept with where there is no other; guarded by mutex_
 };
 

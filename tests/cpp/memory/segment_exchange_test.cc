@@ -92,7 +92,7 @@ TEST(SegmentExchangeTest, AnOfferOutlivesItsDescriptor) {
   EXPECT_EQ(SharedSegment::map(std::move(fetched.fd)).bytes(), 3u * 4096);
 }
 
-TEST(SegmentExchangeTest, AKeyThatComesLaterIsAskedForAgain) {
+TEST(SegmentExchangeTest, AKeyThatComesLaterIsWaitedFor) {
   SegmentServer server;
   const ServingThread serving(server);
   const SharedSegment segment = SharedSegment::create("late", 4096);
@@ -373,10 +373,76 @@ TEST(SegmentExchangeTest, WhatAnAskerLeavesBehindIsAnsweredToNobody) {
   const SharedSegment segment = SharedSegment::create("left", 4096);
   server.offer("key", segment.fd(), kSecret);
   ASSERT_TRUE(caller_of(server.address()).send(right_request_to(server), 0));
-  const Stranger next = caller_of(server.address());
   const std::size_t before = open_descriptors();
+  {
+    const Stranger next = caller_of(server.address());
+    server.serve();
+    EXPECT_FALSE(next.has_mail());
+  }
   server.serve();
-  EXPECT_FALSE(next.has_mail());
+  EXPECT_EQ(open_descriptors(), before);
+}
+
+// As one that loses its core in between, on a busy machine.
+TEST(SegmentExchangeTest, WhoAsksLongAfterConnectingIsAnswered) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("slow", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  const Stranger asker = caller_of(server.address());
+  server.serve();
+  ASSERT_TRUE(asker.send(right_request_to(server), 0));
+  server.serve();
+  EXPECT_TRUE(asker.has_mail());
+}
+
+TEST(SegmentExchangeTest, AnOfferAnswersWhoHasAskedForIt) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("late", 4096);
+  const Stranger asker = caller_of(server.address());
+  const Stranger other = caller_of(server.address());
+  ASSERT_TRUE(asker.send(right_request_to(server), 0));
+  ASSERT_TRUE(other.send("nonce key signature", 0));
+  server.serve();
+  server.offer("another key", segment.fd(), kSecret);
+  EXPECT_FALSE(asker.has_mail());
+  server.offer("key", segment.fd(), kSecret);
+  EXPECT_TRUE(asker.has_mail());
+  EXPECT_FALSE(other.has_mail());
+}
+
+TEST(SegmentExchangeTest, WhoSaysMoreThanARequestIsTurnedAway) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("late", 4096);
+  const Stranger asker = caller_of(server.address());
+  ASSERT_TRUE(asker.send(right_request_to(server), 0));
+  server.serve();
+  ASSERT_TRUE(asker.send(right_request_to(server), 0));
+  server.serve();
+  server.offer("key", segment.fd(), kSecret);
+  EXPECT_FALSE(asker.has_mail());
+  EXPECT_FALSE(asker.send("", 0));
+}
+
+TEST(SegmentExchangeTest, ManyWhoNeverAskTakeFewDescriptorsAndKeepNobodyOut) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("key", 4096);
+  server.offer("key", segment.fd(), kSecret);
+  const std::size_t before = open_descriptors();
+  {
+    std::vector<Stranger> idle;
+    for (int i = 0; i < 200; ++i) {
+      idle.push_back(caller_of(server.address()));
+      server.serve();
+    }
+    EXPECT_LE(open_descriptors(), before + idle.size() + 64);
+    const Stranger asker = caller_of(server.address());
+    ASSERT_TRUE(asker.send(right_request_to(server), 0));
+    server.serve();
+    EXPECT_TRUE(asker.has_mail());
+  }
+  for (int i = 0; i < 4; ++i) {
+    server.serve();
+  }
   EXPECT_EQ(open_descriptors(), before);
 }
 
