@@ -28,7 +28,7 @@ def main() -> None:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-            accelerator.print(f"loss {accelerator.gather(loss.detach()).mean():.6f}")
+            accelerator.print(f"loss {accelerator.gather(loss.detach()).mean():.9g}")
 
 
 main()
