@@ -17,7 +17,6 @@ EVERYDAY = {
     ("SIGSTOP, and SIGCONT after 0.5 s", "native", 2),
     ("another order", "native", 2),
     ("raising in backward", "native", 2),
-    ("SIGKILL with live workers of a data loader", "gloo", 2),
     ("a hostile process at every socket", "native", 2),
     ("SIGKILL of pydist run", "any", 2),
 }

@@ -1,6 +1,6 @@
 """`pydist run -H` with real ssh: two hosts with ranks, and one that the job is started from.
 
-tests/python/cli/test_run_on_hosts.py has what needs no second host.
+tests/programs/test_run_on_hosts.py has what needs no second host.
 """
 
 import contextlib

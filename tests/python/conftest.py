@@ -1,5 +1,6 @@
 """What pytest finds by itself: the fixtures of tests that train, and ranks that start quickly."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -38,7 +39,12 @@ def world_of_one() -> Iterator[None]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Loads torch for all ranks before the first test's limit counts: a slow disk takes long."""
+    """Loads torch for all ranks before the first test's limit counts: a slow disk takes long.
+
+    The collector leaves alone from here on what was there before the first test: torch, and
+    thousands of tests, through which each test that collects would go.
+    """
+    gc.freeze()
     if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
         warm_up()
 

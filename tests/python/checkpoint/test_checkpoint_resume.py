@@ -77,7 +77,7 @@ def resume(
     return compared
 
 
-@pytest.mark.parametrize("steps", everyday(10, thorough=(50,)))
+@pytest.mark.parametrize("steps", everyday(5, thorough=(50,)))
 def test_resume_on_other_ranks_and_stages(four: Ranks, tmp_path: Path, steps: int) -> None:
     counts = range(1, 5)
     # For N = M the stage is the same, and the result to the bit.
@@ -93,8 +93,14 @@ def test_resume_in_16_bits_keeps_masters(four: Ranks, tmp_path: Path) -> None:
     four.run(resume, str(tmp_path), pairs, "bfloat16", 10, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("is_from_eight", everyday(True, thorough=(False,)))
-def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_from_eight", "steps"),
+    [
+        (True, 5),
+        *(pytest.param(is_from, 50, marks=pytest.mark.thorough) for is_from in (True, False)),
+    ],
+)
+def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool, steps: int) -> None:
     if is_from_eight:
         pairs = [(8, STAGE_2, 8, STAGE_2), (8, STAGE_2, 4, WHOLE), (8, STAGE_2, 4, STAGE_1)]
         pairs += [(8, STAGE_2, n, 1 + n % 2) for n in (1, 2, 3)]
@@ -102,7 +108,7 @@ def test_resume_from_and_on_eight(tmp_path: Path, is_from_eight: bool) -> None:
         pairs = [(1, WHOLE, 8, STAGE_2), (1, STAGE_1, 8, STAGE_1)]
         pairs += [(n, 2 - n % 2, 8, 1 + n % 2) for n in (2, 3, 4)]
     with Ranks(8, {"PYDIST_BACKEND": "native"}) as ranks:
-        ranks.run(resume, str(tmp_path), pairs, "float64", 50, timeout=LIMIT_S)
+        ranks.run(resume, str(tmp_path), pairs, "float64", steps, timeout=LIMIT_S)
 
 
 # To the same ranks and to others, in the same stage and in the other one.

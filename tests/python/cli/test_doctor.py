@@ -4,14 +4,14 @@ import json
 import resource
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
 from launch import free_port, run_command
 
-from pydist.cli import machine_checks
+from pydist.cli import machine_checks, main
 from pydist.cli.machine_checks import between_ranks, facts, on_this_machine
 from pydist.testing import faults
 
@@ -22,9 +22,20 @@ def verdicts(found: list[machine_checks.Finding]) -> dict[str, str]:
     return {each.subject: each.verdict for each in found}
 
 
-def examined(env: Mapping[str, str | None] | None = None) -> tuple[int, dict[str, dict[str, str]]]:
-    done = run_command([*DOCTOR, "--json"], env=env)
-    return done.returncode, {each["subject"]: each for each in json.loads(done.stdout)}
+@pytest.fixture
+def examined(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[Mapping[str, str]], tuple[int, dict[str, dict[str, str]]]]:
+    """What doctor says, in this process, where variables are set; and its status."""
+
+    def examine(env: Mapping[str, str]) -> tuple[int, dict[str, dict[str, str]]]:
+        with monkeypatch.context() as patch:
+            for name, value in env.items():
+                patch.setenv(name, value)
+            status = main(["doctor", "--json"])
+        return status, {each["subject"]: each for each in json.loads(capsys.readouterr().out)}
+
+    return examine
 
 
 def test_a_healthy_machine() -> None:
@@ -34,7 +45,7 @@ def test_a_healthy_machine() -> None:
         assert subject in done.stdout
 
 
-def test_variables_that_are_wrong() -> None:
+def test_variables_that_are_wrong(examined: Any) -> None:
     status, found = examined({"PYDIST_TIMEOUT": "soon"})
     assert status == 1
     assert found["variables"]["verdict"] == "problem"
@@ -44,16 +55,15 @@ def test_variables_that_are_wrong() -> None:
     assert "did you mean PYDIST_TIMEOUT?" in found["variables"]["text"]
 
 
-def test_half_a_launcher() -> None:
+def test_half_a_launcher(examined: Any) -> None:
     status, found = examined({"RANK": "0", "WORLD_SIZE": "2"})
     assert status == 1
     assert "MASTER_ADDR" in found["launcher"]["text"]
 
 
-def test_an_unknown_flag_is_bad_usage() -> None:
-    done = run_command([*DOCTOR, "--lazy"])
-    assert done.returncode == 2
-    assert "--lazy" in done.stderr
+def test_an_unknown_flag_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--lazy"]) == 2
+    assert "--lazy" in capsys.readouterr().err
 
 
 def test_few_descriptors() -> None:

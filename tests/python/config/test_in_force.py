@@ -14,6 +14,7 @@ from launch import run_command, run_ranks
 from torch.utils.data import DataLoader
 
 import pydist
+from pydist.cli import main
 from pydist.config import in_force
 
 FILE = {
@@ -57,9 +58,9 @@ def use_all() -> tuple[dict[str, tuple[Any, str]], float, dict[str, Any], dict[s
 
 def test_the_program_goes_before_variables_and_these_before_the_file(file: str) -> None:
     env = {"PYDIST_CONFIG": file, "PYDIST_CHUNK_BYTES": "131072"}
-    found, timeout, made, saved = run_ranks(use_all, 2, env=env, method="spawn")[1]
+    found, timeout, made, saved = run_ranks(use_all, 1, env=env, method="spawn")[0]
     assert timeout == 77
-    assert made == {"reduction": "sum", "compress": None, "caps": (1 << 20,), "batches": 2}
+    assert made == {"reduction": "sum", "compress": None, "caps": (1 << 20,), "batches": 5}
     assert found["engine.timeout"] == ("77", file)
     assert found["engine.chunk_bytes"] == ("131072", "PYDIST_CHUNK_BYTES")
     assert found["engine.debug"] == ("0", "default")
@@ -117,7 +118,7 @@ def arguments_of_init(folder: str) -> list[Any]:
 
 def test_arguments_of_init_are_in_force(file: str, tmp_path: Path) -> None:
     env = {"PYDIST_CONFIG": file}
-    for seen in run_ranks(arguments_of_init, 2, str(tmp_path / "c"), env=env, method="spawn"):
+    for seen in run_ranks(arguments_of_init, 1, str(tmp_path / "c"), env=env, method="spawn"):
         *told, saved, after = seen
         assert told == [(33.0, "argument"), ("gloo", "argument"), ("0", "default")]
         assert (saved["timeout"], saved["backend"]) == (33.0, "gloo")
@@ -156,7 +157,7 @@ def sets_a_variable_later(file: str) -> list[Any]:
 
 def test_a_variable_that_the_program_sets_counts_and_stays(file: str) -> None:
     env = {"PYDIST_CONFIG": file}
-    for seen in run_ranks(sets_a_variable_later, 2, file, env=env, method="spawn"):
+    for seen in run_ranks(sets_a_variable_later, 1, file, env=env, method="spawn"):
         assert seen == [("5", "PYDIST_TIMEOUT"), 5.0, "5"]
 
 
@@ -206,10 +207,10 @@ def test_spawned_ranks_read_the_file_by_themselves(file: str, tmp_path: Path) ->
         f"    pydist.init(config={str(other)!r})\n"
         "    return pydist.job.current.job.membership.communicator.timeout\n"
         "if __name__ == '__main__':\n"
-        "    print(pydist.spawn(ask, nprocs=2), os.environ['PYDIST_TIMEOUT'])\n"
+        "    print(pydist.spawn(ask, nprocs=1), os.environ['PYDIST_TIMEOUT'])\n"
     )
     done = run_command([sys.executable, str(program)], env={"PYDIST_CONFIG": file})
-    assert done.stdout == "[55.0, 55.0] 77\n", done.stderr
+    assert done.stdout == "[55.0] 77\n", done.stderr
 
 
 STAGE = ("optimizer", "stage")
@@ -228,18 +229,25 @@ def test_the_default_stage_is_that_of_the_call() -> None:
     assert run_ranks(default_stages, 2) == [[(1, "default"), (0, "default")]] * 2
 
 
-def test_info_tells_where_values_are_from(file: str) -> None:
+def test_info_tells_where_values_are_from(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = [sys.executable, "-m", "pydist", "info", "--json"]
     report = json.loads(run_command(command, env={"PYDIST_CONFIG": file}).stdout)
     found = {f"{s['section']}.{s['name']}": s for s in report["configuration"]}
     assert (found["model.compress"]["value"], found["model.compress"]["source"]) == ("bf16", file)
     assert found["optimizer.stage"]["source"] == file
     assert found["model.check_every"]["source"] == "default"
-    plain = json.loads(run_command(command).stdout)["configuration"]
+    assert main(["info", "--json"]) == 0  # here no file is in force
+    plain = json.loads(capsys.readouterr().out)["configuration"]
     stages = [each["value"] for each in plain if (each["section"], each["name"]) == STAGE]
     assert stages == [0]  # that of pydist.initialize
     shown = run_command(command[:-1], env={"PYDIST_CONFIG": file}).stdout
     assert re.search(rf"model\.compress +\"bf16\" +{re.escape(file[:20])}", shown), shown
+
+
+def join_in_vain() -> str:
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        pydist.init()
+    return str(caught.value)
 
 
 def test_a_file_that_is_not_valid_is_told_by_info_and_refused_by_init(tmp_path: Path) -> None:
@@ -250,8 +258,7 @@ def test_a_file_that_is_not_valid_is_told_by_info_and_refused_by_init(tmp_path: 
         run_command([sys.executable, "-m", "pydist", "info", "--json"], env=env).stdout
     )
     assert "did you mean model.compress?" in report["invalid_environment"]
-    program = "import pydist\ntry: pydist.init()\nexcept pydist.InvalidUsage as e: print(e)"
-    told = run_command([sys.executable, "-c", program], env=env).stdout
+    [told] = run_ranks(join_in_vain, 1, env=env)
     assert told.startswith(f"{path}: there is no model.compres")
 
 

@@ -1,6 +1,7 @@
 """Private names of torch are used in `pydist/_torch.py` alone, and all of them are there."""
 
 import ast
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,7 +78,10 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
             yield node.arg
 
 
-OWN = {name for path in OTHERS for name in defined_in(ast.parse(path.read_text()))}
+@functools.cache
+def own_names() -> set[str]:
+    """What pydist's own files define."""
+    return {name for path in OTHERS for name in defined_in(ast.parse(path.read_text()))}
 
 
 def names_of_torch(tree: ast.AST) -> Iterator[str]:
@@ -86,11 +90,12 @@ def names_of_torch(tree: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             holder = ast.unparse(node.value)
             of_itself = holder in ("self", "cls", "super()")
-            if node.attr not in OWN | OF_PYTHON or (node.attr in NAMES and not of_itself):
+            if node.attr not in own_names() | OF_PYTHON or (node.attr in NAMES and not of_itself):
                 yield f"{holder}.{node.attr}"
         elif isinstance(node, ast.Constant) and str(node.value).isidentifier():
             text = str(node.value)
-            if is_private(text) and (text in NAMES or text not in OWN | OF_PYTHON | HARMLESS):
+            ours = own_names() | OF_PYTHON | HARMLESS
+            if is_private(text) and (text in NAMES or text not in ours):
                 yield repr(text)
         elif isinstance(node, ast.FunctionDef) and node.name in OVERRIDABLE:
             yield f"def {node.name}"

@@ -11,6 +11,17 @@ from thorough import everyday
 from training import Runner
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the tests on each backend in each stage, every day: each backend and each stage once."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        if parameters is not None and {"ranks_on_gpus", "stage"} <= parameters.params.keys():
+            pair = parameters.params["ranks_on_gpus"], parameters.params["stage"]
+            if pair in (("nccl-2", 1), ("native-2", 2)):
+                item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture(
     scope="module",
     params=everyday("nccl-2", "native-2", thorough=("nccl-3", "native-3", "gloo-2", "gloo-3")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import gpu_ranks
@@ -11,7 +12,6 @@ from gpu_ranks import needs_gpu_ranks
 from gpu_twins import ENVIRONMENTS, LIMIT_S, STAGES, start
 from launch import run_ranks
 from offload_twins import KernelTwin, Offloaded, Uneven, flat
-from thorough import everyday
 from training import Runner, batch
 
 import pydist
@@ -263,8 +263,20 @@ def train_all() -> None:
     train_without_wrapper()
 
 
-@pytest.mark.parametrize("count", everyday(3, thorough=(1,)))
-def test_other_numbers_of_ranks(count: int) -> None:
+def train_some() -> None:
+    train_one_rank_late(2)
+    scale(1)
+    train_without_wrapper()
+
+
+@pytest.mark.parametrize(
+    ("count", "training"),
+    [
+        (3, train_some),
+        *(pytest.param(count, train_all, marks=pytest.mark.thorough) for count in (1, 3)),
+    ],
+)
+def test_other_numbers_of_ranks(count: int, training: Callable[[], None]) -> None:
     if gpu_ranks.IS_REAL and count > 2:
         pytest.skip("three ranks that share a real GPU by sockets take minutes")
-    run_ranks(train_all, count, env=ENVIRONMENTS["nccl"], timeout=LIMIT_S)
+    run_ranks(training, count, env=ENVIRONMENTS["nccl"], timeout=LIMIT_S)

@@ -139,14 +139,14 @@ def test_what_names_this_host_is_told_to_no_other(monkeypatch: pytest.MonkeyPatc
 def test_ranks_of_all_hosts_compute_together_from_a_hostfile(
     folder: Path, with_ssh: dict[str, str | None], tmp_path: Path
 ) -> None:
-    (folder / "hosts").write_text("localhost slots=2 # first\ntwo:1\n")
+    (folder / "hosts").write_text("localhost slots=1 # first\ntwo:1\n")
     # As in a shell that somebody has reached by ssh: that has nothing to do with these hosts.
     env = {**with_ssh, "SSH_CONNECTION": "192.0.2.8 50022 192.0.2.9 22"}
     flags = ["--hostfile", "hosts", "-p", "2222", "--ssh-args", "-i 'a key'"]
     done = run_command(pydist_run(*flags, write(folder, SUMS)), env=env, cwd=folder, timeout=100)
     assert done.returncode == 0, done.stderr
     sums = sorted(line for line in done.stdout.splitlines() if "sum" in line)
-    assert sums == [f"[{rank}]: sum 6.0" for rank in range(3)]
+    assert sums == [f"[{rank}]: sum 3.0" for rank in range(2)]
     assert (tmp_path / "log").read_text().count("ssh -T -i a key -p 2222 -o BatchMode=yes") == 1
 
 
@@ -409,5 +409,6 @@ def test_flags_that_contradict_each_other_are_one_line(
 
 
 def test_np_without_hosts_is_for_this_one(folder: Path) -> None:
-    done = run_command(pydist_run("-np", "2", write(folder, SUMS)), cwd=folder, timeout=90)
-    assert (done.returncode, done.stdout) == (0, "sum 3.0\nsum 3.0\n"), done.stderr
+    tells = "import os, sys\nsys.stdout.write(f\"of {os.environ['WORLD_SIZE']}\\n\")\n"
+    done = run_command(pydist_run("-np", "2", write(folder, tells)), cwd=folder, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "of 2\nof 2\n"), done.stderr

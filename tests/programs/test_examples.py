@@ -47,8 +47,8 @@ def test_gpt_learns_and_leaves_its_results(gpt_alone: tuple[Path, list[float]]) 
 @pytest.mark.parametrize(
     ("processes", "backend"),
     [
-        (4, "native"),
-        pytest.param(2, "native", marks=pytest.mark.thorough),
+        (2, "native"),
+        pytest.param(4, "native", marks=pytest.mark.thorough),
         pytest.param(2, "gloo", marks=pytest.mark.thorough),
     ],
 )

@@ -37,7 +37,13 @@ time.sleep(100)
 
 
 @pytest.mark.parametrize(
-    ("how", "ends"), [("directly", True), ("stopped", True), ("shell", True), ("by hand", False)]
+    ("how", "ends"),
+    [
+        pytest.param("directly", True, marks=pytest.mark.thorough),  # as one that is stopped, too
+        ("stopped", True),
+        ("shell", True),
+        ("by hand", False),
+    ],
 )
 def test_a_rank_ends_with_the_agent_that_has_started_it(
     tmp_path: Path, how: str, ends: bool

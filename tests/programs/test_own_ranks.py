@@ -10,10 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from launch import run_command
+from launch import NO_LAUNCHER, run_command, run_ranks
 from thorough import everyday
 from time_limit import PATIENCE
 
+import pydist
 from pydist.job.own_ranks import _divided
 
 PROGRAM = """
@@ -41,8 +42,21 @@ def told(done: subprocess.CompletedProcess[str]) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line.startswith("rank "))
 
 
-def test_a_script_with_arguments(script: Path) -> None:
-    assert told(run_command([sys.executable, str(script), "--lr", "0.1"])) == TOLD
+def test_a_script_with_arguments_and_a_configuration(script: Path) -> None:
+    """Each rank reads the configuration that the script names, and not the environment's."""
+    for name, timeout in (("a", 50), ("b", 77)):
+        (script.parent / f"{name}.toml").write_text(f"[engine]\ntimeout = {timeout}\n")
+    other = str(script.parent / "b.toml")
+    script.write_text(
+        PROGRAM.replace("processes=2", f"config={other!r}, processes=2")
+        + "from pydist.job import current\n"
+        "timeout = current.job.membership.communicator.timeout\n"
+        # In one write: the ranks share the output.
+        "print(f'rank {timeout}\\n', end='', flush=True)\n"
+    )
+    env = {"PYDIST_CONFIG": str(script.parent / "a.toml")}
+    done = run_command([sys.executable, str(script), "--lr", "0.1"], env=env)
+    assert told(done) == [*TOLD, *["rank 77.0"] * 2]
 
 
 @pytest.mark.thorough
@@ -114,29 +128,27 @@ def test_an_interactive_rank_0(script: Path) -> None:
     assert "exited with status 1; all ranks end." in done.stderr
 
 
-def test_another_thread_is_refused() -> None:
-    program = (
-        "import threading, pydist\ndef join():\n    try: pydist.init(processes=2)\n"
-        "    except pydist.InvalidUsage as error: print(error)\n"
-        "t = threading.Thread(target=join); t.start(); t.join()"
-    )
-    assert "main thread" in run_command([sys.executable, "-c", program]).stdout
+def test_another_thread_and_a_group_of_the_programs_own_are_refused() -> None:
+    program = """
+import threading
+import torch.distributed as dist
+import pydist
 
+def ask():
+    try: pydist.init(processes=2)
+    except pydist.InvalidUsage as error: print(error)
 
-def test_the_others_read_the_configuration_by_themselves(script: Path) -> None:
-    for name, timeout in (("a", 50), ("b", 77)):
-        (script.parent / f"{name}.toml").write_text(f"[engine]\ntimeout = {timeout}\n")
-    other = str(script.parent / "b.toml")
-    script.write_text(
-        "import pydist\n"
-        f"pydist.init(config={other!r}, processes=2)\n"
-        "from pydist.job import current\n"
-        "timeout = current.job.membership.communicator.timeout\n"
-        # In one write: the ranks share the output.
-        "print(f'rank {timeout}\\n', end='', flush=True)\n"
-    )
-    env = {"PYDIST_CONFIG": str(script.parent / "a.toml")}
-    assert told(run_command([sys.executable, str(script)], env=env)) == ["rank 77.0"] * 2
+thread = threading.Thread(target=ask)
+thread.start(); thread.join()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+pydist.init(processes=1)
+pydist.shutdown()
+ask()
+"""
+    done = run_command([sys.executable, "-c", program])
+    in_a_thread, beside_a_group = done.stdout.splitlines()
+    assert "main thread" in in_a_thread
+    assert beside_a_group.startswith("processes=2 comes too late: the program has made a default")
 
 
 @pytest.mark.thorough
@@ -169,16 +181,22 @@ def test_a_debugger_stays_in_rank_0(script: Path) -> None:
     assert told(done) == TOLD
 
 
-def test_under_a_launcher_the_numbers_must_agree(script: Path) -> None:
-    launch = [sys.executable, "-m", "pydist", "run", "-n"]
+def test_under_a_launcher_its_ranks_are_taken(script: Path) -> None:
     # The launcher chooses the GPUs, so other ones are as good.
     script.write_text(PROGRAM.replace("=2)", "=2, gpus=0)") + "pydist.init(gpus=[0])\n")
-    assert told(run_command([*launch, "2", str(script), "--lr", "0.1"])) == TOLD
-    done = run_command([*launch, "1", str(script)])
-    assert done.returncode != 0
-    assert "processes=2 asks for 2 ranks, and torchrun's variables say that there are 1" in (
-        done.stderr
-    )
+    launch = [sys.executable, "-m", "pydist", "run", "-n", "2"]
+    assert told(run_command([*launch, str(script), "--lr", "0.1"])) == TOLD
+
+
+def ask_for_two() -> str:
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        pydist.init(processes=2)
+    return str(caught.value)
+
+
+def test_under_a_launcher_the_numbers_must_agree() -> None:
+    [told] = run_ranks(ask_for_two, 1)
+    assert "processes=2 asks for 2 ranks, and torchrun's variables say that there are 1" in told
 
 
 @pytest.mark.parametrize("read", everyday("< {}", thorough=("/dev/stdin < {}", "<(cat {})")))
@@ -198,41 +216,23 @@ REFUSED = {
 }
 
 
+def ask_for_what_can_not_be() -> list[str]:
+    told = []
+    for call in REFUSED:
+        with pytest.raises(pydist.InvalidUsage) as caught:
+            exec(call)
+        told.append(str(caught.value))
+        pydist.shutdown()
+    return told
+
+
 def test_what_can_not_be_is_refused() -> None:
-    program = f"""
-import pydist
-
-for call in {list(REFUSED)}:
-    try:
-        exec(call)
-    except pydist.InvalidUsage as error:
-        print(f"{{call}} -> {{error}}".replace("\\n", " "))
-    pydist.shutdown()
-"""
-    done = run_command([sys.executable, "-c", program])
-    assert done.returncode == 0, done.stderr
-    for line, (call, message) in zip(done.stdout.splitlines(), REFUSED.items(), strict=True):
-        assert line.startswith(f"{call} -> ")
-        assert message in line
+    [told] = run_ranks(ask_for_what_can_not_be, 1, env=NO_LAUNCHER)
+    for said, message in zip(told, REFUSED.values(), strict=True):
+        assert message in said
 
 
-def test_a_group_of_the_programs_own_is_no_group_of_all() -> None:
-    program = """
-import torch.distributed as dist
-import pydist
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-pydist.init(processes=1)
-pydist.shutdown()
-try:
-    pydist.init(processes=2)
-except pydist.InvalidUsage as error:
-    print(error)
-"""
-    done = run_command([sys.executable, "-c", program])
-    assert done.stdout.startswith("processes=2 comes too late: the program has made a default")
-
-
+@pytest.mark.thorough  # what it ends is an everyday test: the next one
 def test_gpus_can_not_be_had_once_ranks_were_started() -> None:
     program = """
 import pydist
@@ -278,27 +278,28 @@ def test_a_bad_configuration_starts_nothing(tmp_path: Path, text: str | None, me
     path = tmp_path / "train.toml"
     if text is not None:
         path.write_text(text)
-    program = (
-        "import psutil, pydist\n"
-        "try: pydist.init(processes=2)\n"
-        "except pydist.InvalidUsage as error: print(error, error.__context__ is error.__cause__)\n"
-        "print(len(psutil.Process().children()))"
+    [(told, is_alone, children)] = run_ranks(
+        join_with_a_bad_configuration, 1, env={**NO_LAUNCHER, "PYDIST_CONFIG": str(path)}
     )
-    env = {"PYDIST_CONFIG": str(path)}
-    done = run_command([sys.executable, "-c", program], env=env)
-    assert done.returncode == 0, done.stderr
-    told, children = done.stdout.splitlines()  # another rank would print two more
     assert message in told
-    assert told.endswith("True")  # one error, and no other one on the way out of it
-    assert children == "0"
+    assert is_alone  # one error, and no other one on the way out of it
+    assert children == 0
+
+
+def join_with_a_bad_configuration() -> tuple[str, bool, int]:
+    with pytest.raises(pydist.InvalidUsage) as caught:
+        pydist.init(processes=2)
+    error = caught.value
+    return str(error), error.__context__ is error.__cause__, len(psutil.Process().children())
+
+
+def join_alone_without_gpus() -> tuple[int, str, int]:
+    pydist.init(gpus=0, processes=1)
+    return pydist.world_size(), str(pydist.device()), len(psutil.Process().children())
 
 
 def test_no_gpus_and_one_process_start_nothing() -> None:
-    program = (
-        "import pydist; pydist.init(gpus=0, processes=1); print(pydist.world_size(), "
-        "pydist.device()); import psutil; print(len(psutil.Process().children()))"
-    )
-    assert run_command([sys.executable, "-c", program]).stdout.split() == ["1", "cpu", "0"]
+    assert run_ranks(join_alone_without_gpus, 1, env=NO_LAUNCHER) == [(1, "cpu", 0)]
 
 
 def test_a_rank_that_ends_well_before_it_joins_is_named_at_once() -> None:
@@ -326,13 +327,19 @@ import pydist
 import pydist.job.own_ranks as own_ranks
 
 own_ranks._GRACE_S = 0.5
-pydist.init(processes=3)
+pydist.init(processes=NUMBER)
 print(f"pid {os.getpid()}\\n", end="", flush=True)
 pydist.barrier()
 if pydist.rank() == RANK:
     END
 AFTER
 """
+
+
+def failing(number: int, rank: int, end: str, after: str) -> str:
+    """A program of so many ranks, of which one ends, and what the others do then."""
+    values = {"NUMBER": str(number), "RANK": str(rank), "END": end, "AFTER": after}
+    return re.sub("|".join(values), lambda found: values[found[0]], FAILING)
 
 
 RAISES = "raise ValueError('mine')"
@@ -360,11 +367,12 @@ WAITS, COMPUTES = "pydist.barrier()", "time.sleep(600)"
 )
 def test_all_end_when_one_fails(case: tuple[int, str, str, int]) -> None:
     rank, end, after, status = case
-    program = FAILING.replace("RANK", str(rank)).replace("END", end).replace("AFTER", after)
+    number = 2 if rank == 0 else 3
+    program = failing(number, rank, end, after)
     done = run_command([sys.executable, "-c", program])
     assert done.returncode == status
     pids = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("pid ")]
-    assert len(pids) == 3
+    assert len(pids) == number
     if rank == 2:
         assert "rank 2 (pid " in done.stderr
     else:  # what the others do then is not their fault
@@ -382,9 +390,7 @@ def wait_for_ends(pids: list[int]) -> None:
     "number", everyday(signal.SIGKILL, thorough=(signal.SIGINT, signal.SIGTERM))
 )
 def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
-    program = (
-        FAILING.replace("RANK", "-1").replace("END", "pass").replace("AFTER", "time.sleep(600)")
-    )
+    program = failing(2, -1, "pass", "time.sleep(600)")
     with subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
@@ -392,7 +398,7 @@ def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
         text=True,
     ) as first:
         assert first.stdout is not None
-        pids = [int(first.stdout.readline().split()[1]) for _ in range(3)]
+        pids = [int(first.stdout.readline().split()[1]) for _ in range(2)]
         assert first.pid in pids
         first.send_signal(number)
         assert first.wait(60 * PATIENCE) != 0
@@ -464,8 +470,8 @@ def test_the_others_end_soon_where_rank_0_ends_badly(end: str) -> None:
 
 
 def test_a_rank_that_fails_after_rank_0_has_ended_counts() -> None:
-    program = FAILING.replace("RANK", "1").replace("END", "time.sleep(1); os._exit(4)")
-    done = run_command([sys.executable, "-c", program.replace("AFTER", "pydist.shutdown()")])
+    program = failing(2, 1, "time.sleep(1); os._exit(4)", "pydist.shutdown()")
+    done = run_command([sys.executable, "-c", program])
     assert done.returncode == 4
     assert "exited with status 4" in done.stderr
 

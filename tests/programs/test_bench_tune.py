@@ -11,6 +11,7 @@ from launch import run_command
 import pydist
 from pydist.benchmarks.noise import Ratio
 from pydist.benchmarks.tune import CANDIDATES, Compared, Rounds, Settings, best, compare, tune
+from pydist.cli import main
 
 # -- what is taken
 
@@ -126,7 +127,8 @@ def test_a_run_under_a_launcher_tries_sockets_between_hosts(tmp_path: Path) -> N
         (["--output", "/none/tuned.toml"], "there is no folder /none"),
     ],
 )
-def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> None:
-    done = run_command([sys.executable, "-m", "pydist", "bench", "tune", *arguments])
-    assert done.returncode == 2
-    assert message in done.stderr
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "tune", *arguments]) == 2
+    assert message in capsys.readouterr().err
