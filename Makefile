@@ -72,10 +72,10 @@ train: build  ## train a small GPT on N=2 processes
 	$(BIN)/pydist run -n $(N) examples/train_gpt.py $(ARGS)
 
 .PHONY: test
-test: test-cpp test-python  ## the everyday tests: each behaviour once
+test: test-cpp test-python  ## the everyday tests: each behaviour of a function once
 
 .PHONY: test-all
-test-all: test-cpp test-python-all test-programs  ## every test: on more backends, ranks and dtypes
+test-all: test-cpp test-python-all  ## every test: on more backends, ranks and dtypes
 
 .PHONY: bench
 bench: build  ## the benchmarks of bench/, compared with the baseline of this hardware
@@ -140,15 +140,11 @@ PYTEST = $(PYTEST_ALONE) -n 4 --dist loadfile
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test
-	$(PYTEST) -m 'not thorough' $(ARGS)
-
-.PHONY: test-programs-everyday
-test-programs-everyday: build
-	$(PYTEST) -m 'not thorough' tests/programs $(ARGS)
+	$(PYTEST) -m 'not thorough' --ignore=tests/programs $(ARGS)
 
 .PHONY: test-programs
 test-programs: build  ## whole programs: launchers, scripts that start their ranks, examples, benchmarks
-	$(PYTEST) tests/programs $(ARGS)
+	$(PYTEST) -m 'not thorough' tests/programs $(ARGS)
 
 .PHONY: test-python-all
 test-python-all: build  ## the Python tests of test-all

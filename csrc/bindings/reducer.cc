@@ -32,6 +32,15 @@ Result call_python(const py::function& function, const Arguments&... arguments) 
   }
 }
 
+// From here on a thread that asks for the GIL may end in place of getting it.
+bool is_python_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // Runs what may call Python functions, without the GIL.
 template <typename Function>
 auto calling_python(Function&& function) -> decltype(std::forward<Function>(function)()) {
@@ -92,7 +101,7 @@ std::shared_ptr<Reducer> create_reducer(
   options.timeline = environment.timeline;
   options.timeline_rank = rank;
   options.among_users = [](const std::function<void()>& function) {
-    if (Py_IsInitialized() == 0) {
+    if (Py_IsInitialized() == 0 || is_python_finalizing()) {
       return function();
     }
     const py::gil_scoped_acquire gil;
@@ -415,8 +424,10 @@ void bind_reducer(py::module_& module) {
                              "Grows with every round; the same on all ranks.")
       .def_property_readonly("rounds_concluded", &Reducer::rounds_concluded,
                              "How many rounds have come to their end, where nobody raised.")
-      .def_property_readonly("is_in_backward", &Reducer::is_in_backward,
-                             "Whether a backward that synchronises is under way.")
+      .def_property_readonly(
+          "is_in_backward",
+          py::cpp_function(&Reducer::is_in_backward, py::call_guard<ReleasedGil>()),
+          "Whether a backward that synchronises is under way.")
       .def_property_readonly(
           "parameters",
           [](const Reducer& self) {

@@ -32,9 +32,10 @@ constexpr std::chrono::microseconds kAskAgain{20'000};
 constexpr std::chrono::seconds kAnswerPatience{1};
 // Who floods the server must not keep the monitor's thread, which calls it, from its other work.
 constexpr int kRequestsATurn = 64;
-// How many connections the server keeps open for what is yet to come, and how long at least:
-// longer than an asker waits on one.
+// How many connections the server keeps open for what is yet to come. Who comes when there are as
+// many asks again, as above.
 constexpr std::size_t kMostCallers = 64;
+// How long it keeps one at least: longer than an asker waits on one connection.
 constexpr std::chrono::seconds kCallerPatience = 2 * kAnswerPatience;
 // The system closes the socket of a process that dies before anybody can see the death.
 constexpr std::chrono::milliseconds kDeathPatience{200};
@@ -140,6 +141,14 @@ bool watch(int set, int fd) noexcept {
   return ::epoll_ctl(set, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
+FileDescriptor open_epoll() {
+  FileDescriptor set(::epoll_create1(EPOLL_CLOEXEC));
+  if (!set) {
+    throw system_error("Cannot open an epoll", errno);
+  }
+  return set;
+}
+
 // What request and answer are signed for.
 std::string signed_text(std::string_view what, std::string_view server, std::string_view nonce,
                         std::string_view key) {
@@ -149,9 +158,7 @@ std::string signed_text(std::string_view what, std::string_view server, std::str
 }  // namespace
 
 SegmentServer::SegmentServer()
-    : socket_(open_socket()),
-      ready_(::epoll_create1(EPOLL_CLOEXEC)),
-      address_(join("pydist-", random_token())) {
+    : socket_(open_socket()), ready_(open_epoll()), address_(join("pydist-", random_token())) {
   const AbstractAddress address = abstract_address(address_);
   if (::bind(socket_.get(), reinterpret_cast<const sockaddr*>(&address.value), address.length) !=
       0) {
@@ -160,7 +167,7 @@ SegmentServer::SegmentServer()
   if (::listen(socket_.get(), SOMAXCONN) != 0) {
     throw system_error("Cannot listen at a Unix socket", errno);
   }
-  if (!ready_ || !watch(ready_.get(), socket_.get())) {
+  if (!watch(ready_.get(), socket_.get())) {
     throw system_error("Cannot wait for connections at a Unix socket", errno);
   }
   spare_ = FileDescriptor(::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
@@ -191,6 +198,9 @@ void SegmentServer::serve() {
   const std::lock_guard lock(mutex_);
   if (!spare_) {
     spare_ = FileDescriptor(::fcntl(socket_.get(), F_DUPFD_CLOEXEC, 0));
+  }
+  for (auto caller = callers_.begin(); caller != callers_.end();) {
+    caller = caller->second.patience.has_passed() ? forget(caller) : std::next(caller);
   }
   std::array<epoll_event, kRequestsATurn> events{};
   const int count = ::epoll_wait(ready_.get(), events.data(), kRequestsATurn, 0);
@@ -255,7 +265,7 @@ SegmentServer::Outlook SegmentServer::hear(Caller& caller) {
   if (arrival == Arrival::kNothingYet) {
     return Outlook::kWaits;
   }
-  const bool is_first = !caller.request;  // more is none of the protocol's
+  const bool is_first = !caller.request;  // a second message breaks the protocol
   caller.request = arrival == Arrival::kMessage && is_first ? parse(message.text) : std::nullopt;
   return caller.request ? answer(caller) : Outlook::kOver;
 }
@@ -275,14 +285,9 @@ SegmentServer::Outlook SegmentServer::answer(const Caller& caller) {
   return Outlook::kOver;
 }
 
-// Leaves the connection to the caller, who closes it, where there are too many. So it does where
-// this one has the last descriptor: the next asker could not even be turned away.
+// Takes the connection over, unless there are too many, or this one took the last descriptor: then
+// the next asker could not even be turned away.
 void SegmentServer::keep(Caller& caller) {
-  if (callers_.size() >= kMostCallers) {
-    for (auto it = callers_.begin(); it != callers_.end();) {
-      it = it->second.patience.has_passed() ? forget(it) : std::next(it);
-    }
-  }
   const int fd = caller.connection.get();
   if (spare_ && callers_.size() < kMostCallers && watch(ready_.get(), fd)) {
     callers_.insert_or_assign(fd, std::move(caller));

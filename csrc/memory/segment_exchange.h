@@ -17,8 +17,9 @@
 //
 // A connection is for one request, and is closed after the answer, or where there is none to come.
 // The server keeps some connections whose request has yet to come, or comes before the offer: on a
-// busy machine an asker may lose its core between connecting and asking. It keeps few, and not for
-// long, since each takes a descriptor; who is turned away asks again on another connection.
+// busy machine an asker may lose its core between connecting and asking. It keeps few, and drops
+// those that are too old when it serves next, since each takes a descriptor; who is turned away
+// asks again on another connection.
 
 #pragma once
 
@@ -53,8 +54,8 @@ class SegmentServer {
   void offer(const std::string& key, int fd, const JobSecret& secret);
   void withdraw(const std::string& key);
 
-  // Answers requests that wait, as many as a turn may have; never blocks. Those that wait for an
-  // offer are answered by it.
+  // Answers requests whose segment is offered, as many as a turn may have; never blocks. Requests
+  // that come earlier are answered by offer().
   void serve();
 
  private:

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <utility>
 
 #include "base/digest.h"
@@ -83,7 +84,9 @@ void Reducer::synchronize(const std::function<void()>& require) {
   round_.is_bare = false;
   try {
     require();
-    forget_weights_of_nothing();
+    if (const std::optional<std::size_t> replaced = forget_weights_of_nothing()) {
+      throw_replaced(arena_.slots()[*replaced]);
+    }
     for (GradientSlot& slot : arena_.slots()) {
       take_over_by_hand(slot);
     }

@@ -76,9 +76,10 @@ class Reducer::Backward final : public EndingBackward,
   const bool accumulates;
   const std::optional<Weight> weight;
   const Instant began = now_ns();
-  std::optional<std::uint64_t> round;  // once it has entered one
-  Factor factor;                       // of its gradients in the arena
-  bool is_captured = false;            // into a CUDA graph, where it began
+  std::optional<std::uint64_t> round;   // once it has entered one
+  std::optional<std::size_t> replaced;  // see forget_weights_of_nothing()
+  Factor factor;                        // of its gradients in the arena
+  bool is_captured = false;             // into a CUDA graph, where it began
 
  private:
   void end() {
@@ -309,15 +310,18 @@ void Reducer::abandon(Backward& backward) noexcept {
   if (was_given_up || !begins_round(backward)) {
     return;
   }
+  program_goes_on_ = true;
+  bool is_known = false;
   try {
     enter(backward);
   } catch (const std::exception&) {
     // All ranks know why a round could not be prepared, and a failed group has told everybody.
-    if (communicator_->failure() != nullptr || round_.times == nullptr) {
-      return;
-    }
+    is_known = communicator_->failure() != nullptr || round_.times == nullptr;
   }
-  give_up();
+  if (!is_known) {
+    give_up();
+  }
+  program_goes_on_ = false;
 }
 
 // -- beginning
@@ -332,6 +336,8 @@ std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulate
   }
   auto backward = std::make_shared<Backward>(shared_from_this(), averages, accumulates, weight_);
   backward->is_captured = is_capturing();
+  // Now, and not when it enters a round: should it throw before that, the program goes on.
+  backward->replaced = forget_weights_of_nothing();
   current_ = backward;
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
   return backward;
@@ -356,7 +362,9 @@ void Reducer::enter(Backward& backward) {
   if (is_frozen()) {
     return;
   }
-  forget_weights_of_nothing();
+  if (backward.replaced) {
+    throw_replaced(arena_.slots()[*backward.replaced]);
+  }
   (backward.weight ? weights_.has_weighted : weights_.has_plain) = true;
   if (backward.weight) {
     backward.factor = count_weight(backward);
@@ -388,29 +396,23 @@ void Reducer::let_average(Backward& backward) {
 }
 
 // Once the program has set the gradients of earlier backwards to zero or None, their weights no
-// longer count.
-void Reducer::forget_weights_of_nothing() {
+// longer count. Returns a slot whose gradient the program has replaced between passes with weights.
+std::optional<std::size_t> Reducer::forget_weights_of_nothing() {
   if (!weights_.has_gradients) {
-    return;
+    return std::nullopt;
   }
+  std::optional<std::size_t> replaced;
   bool is_any_pending = false;
-  options_.among_users([&] { is_any_pending = has_pending(); });
-  if (!is_any_pending) {
-    weights_ = {};
-    return;
-  }
-  if (!weights_.has_weighted) {
-    return;
-  }
   for (const GradientSlot& slot : arena_.slots()) {
-    if (is_still_pending(slot) && !is_seen(slot)) {
-      throw InvalidUsage(join(
-          "the gradient of parameter ", slot.name,
-          " was replaced between backward passes with weights, so how much it counts cannot be "
-          "known: change it in place, or after averaging; to put another in its place, call "
-          "sync_gradients() after zero_grad() first"));
+    if (is_still_pending(slot)) {
+      is_any_pending = true;
+      replaced = !replaced && !is_seen(slot) ? slot.index : replaced;
     }
   }
+  if (!is_any_pending) {
+    weights_ = {};
+  }
+  return weights_.has_weighted ? replaced : std::nullopt;
 }
 
 // Decided from what all ranks have in common: a model that is frozen everywhere has no gradients.
@@ -431,6 +433,7 @@ bool Reducer::is_late(const GradientSlot& slot) const {
 }
 
 bool Reducer::is_in_backward() const {
+  const std::lock_guard turn(turn_);
   const auto backward = current_.lock();
   return backward != nullptr && backward->synchronizes;
 }
@@ -447,7 +450,9 @@ void Reducer::prepare_round(Instant began) {
   }
   try {
     if (next_plan_) {
-      options_.among_users([this] { apply_plan(); });
+      // Allocates nothing, for which ranks wait for each other: whoever has buckets cut anew has
+      // the plan applied at once.
+      beside_program([this] { apply_plan(); });
     }
     arena_.lent().set_fixed(is_plan_fixed_ || is_capturing());
     round_.is_bare = is_frozen();

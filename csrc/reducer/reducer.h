@@ -250,7 +250,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether rounds are held of backwards that end from now on; see Note [Held rounds].
   void set_holding(bool holding) noexcept { is_holding_ = holding; }
   [[nodiscard]] bool is_holding() const noexcept { return is_holding_; }
-  // Whether a round is held.
   [[nodiscard]] bool is_held() const noexcept { return is_held_; }
   // Collective, outside of backward: concludes the round that is held, if one is. Throws
   // InvalidUsage where it was lost.
@@ -359,7 +358,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool is_frozen() const;
   [[nodiscard]] bool is_late(const GradientSlot& slot) const;
   [[nodiscard]] bool adds_up() const;
-  void forget_weights_of_nothing();
+  [[nodiscard]] std::optional<std::size_t> forget_weights_of_nothing();
   void take_over_by_hand(GradientSlot& slot);
   void prepare_round(Instant began);
   void apply_plan();
@@ -423,6 +422,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool is_idle() const;
   void forget();
   void orphan();
+  void beside_program(const std::function<void()>& function);
 
   const CommunicatorPtr communicator_;
   const Planner planner_;
@@ -449,7 +449,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::optional<std::uint64_t> digest_;  // of the parameters and the plan, once computed
   std::size_t admitted_ = 0;             // slots that were there at construction or agreed on since
 
-  // Set from outside.
+  bool program_goes_on_ = false;  // see Note [Beside the program]
   bool is_enabled_ = true;
   // Whether a forward since the last averaged backward asked for averaging; empty: there was none.
   std::optional<bool> a_forward_averages_;

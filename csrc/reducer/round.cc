@@ -88,9 +88,6 @@ void Reducer::launch(Closing::Status status) {
   // A rank that gives up must not wait for memory, so it may have to launch without the bucket's
   // own.
   bool is_lost = false;
-  if (status != Closing::Status::kFine) {
-    options_.among_users([&] { is_lost = !has_memory(number); });
-  }
   std::optional<c10::StreamGuard> beside;
   if (status == Closing::Status::kFine) {
     for (const c10::Stream& stream : bucket.streams) {
@@ -100,14 +97,14 @@ void Reducer::launch(Closing::Status status) {
       fill(arena_.slots()[index]);
     }
     bucket.travelling = arena_.lent().load(arena_.slots(), bucket.slots, bucket.memory);
-  } else if (!bucket.memory.is_cpu() && is_capturing() &&
-             communicator_->capabilities().needs_host) {
-    // Nobody looks at the values, but the peers wait for them. They go on a stream of their own,
-    // because the one that is captured would refuse them.
-    beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
-  }
-  if (status != Closing::Status::kFine) {
-    options_.among_users([&] {
+  } else {
+    beside_program([&] {
+      is_lost = !has_memory(number);
+      if (!bucket.memory.is_cpu() && is_capturing() && communicator_->capabilities().needs_host) {
+        // Nobody looks at the values, but the peers wait for them. They go on a stream of their
+        // own, because the one that is captured would refuse them.
+        beside.emplace(high_priority_stream(device_of(bucket.memory.device())));
+      }
       bucket.travelling = arena_.lent().load_nothing(arena_.slots(), bucket.slots, bucket.memory);
     });
   }

@@ -125,6 +125,19 @@ void Reducer::let_all_hear() noexcept {
   }
 }
 
+// Note [Beside the program]
+// On GPUs the exception of a backward reaches the program before autograd's thread has released the
+// backward, which gives its round up. So the program may set gradients to None at the same time:
+// whatever looks at them then does so while no user code runs, a short time each, and waits for no
+// other rank meanwhile.
+void Reducer::beside_program(const std::function<void()>& function) {
+  if (program_goes_on_) {
+    options_.among_users(function);
+  } else {
+    function();
+  }
+}
+
 // Begins a new round while operations of this one still write into the arena. So the gradients,
 // which are worth nothing, are taken out of it: the next ones land there after drain().
 void Reducer::orphan() {
@@ -134,9 +147,9 @@ void Reducer::orphan() {
     for (const GradientSlot& slot : arena_.slots()) {
       slot.parameter.mutable_grad().reset();
     }
+    // The memory may be released already now, because nobody takes it before drain().
+    arena_.release();
   });
-  // The memory may be released already now, because nobody takes it before drain().
-  arena_.release();
 }
 
 }  // namespace pydist

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 def processor_name() -> str:
     """The processor's name, as the system gives it."""
-    # Not the whole file, for which the system asks each processor about its state.
+    # Stops at the name: for each further processor the kernel has to ask that one.
     with suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith("model name"):

@@ -1,4 +1,4 @@
-"""What pytest finds by itself: ranks that start quickly."""
+"""What pytest runs by itself before the first of these tests."""
 
 from pathlib import Path
 

@@ -232,7 +232,7 @@ def test_what_can_not_be_is_refused() -> None:
         assert message in said
 
 
-@pytest.mark.thorough  # what it ends is an everyday test: the next one
+@pytest.mark.thorough  # the next test shows it every day
 def test_gpus_can_not_be_had_once_ranks_were_started() -> None:
     program = """
 import pydist

@@ -103,7 +103,7 @@ def kill_rank_1() -> None:
     time.sleep(60)
 
 
-@pytest.mark.thorough  # as the next one
+@pytest.mark.thorough  # as test_who_is_ended_after_another_is_not_to_blame
 @pytest.mark.usefixtures("left_no_files")
 def test_a_killed_rank_ends_the_others_within_seconds() -> None:
     started = time.monotonic()

@@ -52,7 +52,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from unittest import mock
 
 import psutil  # type: ignore[import-untyped]
@@ -62,6 +62,9 @@ from time_limit import PATIENCE
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from pydist.job.meeting.local_store import serve_local_store
+
+if TYPE_CHECKING:
+    import pytest
 
 DEFAULT_TIMEOUT_S = 60.0
 # How long ranks may take until they can be called: a fresh interpreter imports torch from a disk.
@@ -152,6 +155,15 @@ def clean_environment(env: Mapping[str, str | None] | None = None) -> dict[str, 
         else:
             clean[name] = value
     return clean
+
+
+def set_environment(patch: pytest.MonkeyPatch, env: Mapping[str, str]) -> None:
+    """Makes this process's environment what `clean_environment(env)` gives to another one."""
+    clean = clean_environment(env)
+    for name in os.environ.keys() - clean.keys():
+        patch.delenv(name)
+    for name, value in clean.items():
+        patch.setenv(name, value)
 
 
 def warm_up() -> None:

@@ -3,8 +3,8 @@
 Hundreds of them load torch, and that makes half a million objects that live to the end; so does
 torch's compiler, which the first optimizer of a program loads. Python's garbage collector looks at
 all of them while they are made, and again at the end of the process: a third of what a short script
-costs. So it does not run while these are loaded, and what they have made by then is left out of
-every later collection. All other objects are collected as ever.
+costs. So it does not run while these are loaded, and what torch has made by then, before the
+program has made anything, is left out of every later collection.
 """
 
 import gc
@@ -38,7 +38,8 @@ class _LoadedWithoutCollections(MetaPathFinder):
                 try:
                     load(module)
                 finally:
-                    gc.freeze()
+                    if fullname == "torch":
+                        gc.freeze()
                     if collects:
                         gc.enable()
 

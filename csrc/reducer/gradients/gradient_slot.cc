@@ -100,6 +100,14 @@ void require_fitting(const GradientSlot& slot) {
   }
 }
 
+void throw_replaced(const GradientSlot& slot) {
+  throw InvalidUsage(
+      join("the gradient of parameter ", slot.name,
+           " was replaced between backward passes with weights, so how much it counts cannot be "
+           "known: change it in place, or after averaging; to put another in its place, call "
+           "sync_gradients() after zero_grad() first"));
+}
+
 void throw_taken_away(const GradientSlot& slot) {
   if (!slot.parameter.requires_grad()) {
     throw InvalidUsage(join("parameter ", slot.name,

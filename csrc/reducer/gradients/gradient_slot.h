@@ -106,6 +106,8 @@ void expose(const GradientSlot& slot);
 
 // Throws InvalidUsage: a gradient that has come is not in `parameter.grad`.
 [[noreturn]] void throw_taken_away(const GradientSlot& slot);
+// Throws InvalidUsage: it is unknown which passes with weights a gradient comes from.
+[[noreturn]] void throw_replaced(const GradientSlot& slot);
 
 // Throws InvalidUsage where `parameter.grad` cannot lie in the slot.
 void require_fitting(const GradientSlot& slot);

@@ -408,6 +408,7 @@ TEST(SegmentExchangeTest, AnOfferAnswersWhoHasAskedForIt) {
   server.offer("key", segment.fd(), kSecret);
   EXPECT_TRUE(asker.has_mail());
   EXPECT_FALSE(other.has_mail());
+  EXPECT_FALSE(other.send("", 0));  // its signature was wrong, so it was turned away
 }
 
 TEST(SegmentExchangeTest, WhoSaysMoreThanARequestIsTurnedAway) {
@@ -421,6 +422,34 @@ TEST(SegmentExchangeTest, WhoSaysMoreThanARequestIsTurnedAway) {
   server.offer("key", segment.fd(), kSecret);
   EXPECT_FALSE(asker.has_mail());
   EXPECT_FALSE(asker.send("", 0));
+}
+
+TEST(SegmentExchangeTest, WhoNeverAsksIsTurnedAwayInTheEnd) {
+  SegmentServer server;
+  const std::size_t before = open_descriptors();
+  const Stranger idle = caller_of(server.address());
+  server.serve();
+  EXPECT_EQ(open_descriptors(), before + 2);
+  std::this_thread::sleep_for(milliseconds(2100));
+  server.serve();
+  EXPECT_EQ(open_descriptors(), before + 1);
+}
+
+TEST(SegmentExchangeTest, AServerWithoutDescriptorsKeepsNobody) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("scarce", 4096);
+  const Stranger idle = caller_of(server.address());
+  const Stranger early = caller_of(server.address());
+  ASSERT_TRUE(early.send(right_request_to(server), 0));
+  rlimit limit{};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
+  const std::vector<FileDescriptor> taken = take_free_numbers(segment.fd());
+  const rlimit no_more{static_cast<rlim_t>(taken.back().get()) + 1, limit.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &no_more), 0);
+  server.serve();
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  EXPECT_FALSE(idle.send("nonce key signature", 0));
+  EXPECT_FALSE(early.send("nonce key signature", 0));
 }
 
 TEST(SegmentExchangeTest, ManyWhoNeverAskTakeFewDescriptorsAndKeepNobodyOut) {

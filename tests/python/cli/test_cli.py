@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 
 import pytest
 import torch
-from launch import run_command
+from launch import run_command, set_environment
 from torch.distributed import run as torchrun
 
 import pydist
@@ -127,8 +127,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_info_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in {"PYDIST_BACKEND": "gloo", "PYDIST_TIMEOT": "3", "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch, {"PYDIST_BACKEND": "gloo", "PYDIST_TIMEOT": "3", "RANK": "0"})
     assert main(["info", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["pydist"] == pydist.__version__
@@ -150,8 +149,7 @@ def test_info_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 def test_info_for_people(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"PYDIST_BAKEND": "gloo", "PYDIST_TIMEOUT": "soon"}.items():
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch, {"PYDIST_BAKEND": "gloo", "PYDIST_TIMEOUT": "soon"})
     assert main(["info"]) == 0
     told = capsys.readouterr().out
     for text in ("native", "PYDIST_CHUNK_BYTES", "room for shared memory", "no launcher"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import free_port, run_command
+from launch import free_port, run_command, set_environment
 
 from pydist.cli import machine_checks, main
 from pydist.cli.machine_checks import between_ranks, facts, on_this_machine
@@ -22,16 +22,16 @@ def verdicts(found: list[machine_checks.Finding]) -> dict[str, str]:
     return {each.subject: each.verdict for each in found}
 
 
+Examine = Callable[[Mapping[str, str]], tuple[int, dict[str, dict[str, str]]]]
+
+
 @pytest.fixture
-def examined(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[Mapping[str, str]], tuple[int, dict[str, dict[str, str]]]]:
+def examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Examine:
     """What doctor says, in this process, where variables are set; and its status."""
 
     def examine(env: Mapping[str, str]) -> tuple[int, dict[str, dict[str, str]]]:
         with monkeypatch.context() as patch:
-            for name, value in env.items():
-                patch.setenv(name, value)
+            set_environment(patch, env)
             status = main(["doctor", "--json"])
         return status, {each["subject"]: each for each in json.loads(capsys.readouterr().out)}
 
@@ -45,7 +45,7 @@ def test_a_healthy_machine() -> None:
         assert subject in done.stdout
 
 
-def test_variables_that_are_wrong(examined: Any) -> None:
+def test_variables_that_are_wrong(examined: Examine) -> None:
     status, found = examined({"PYDIST_TIMEOUT": "soon"})
     assert status == 1
     assert found["variables"]["verdict"] == "problem"
@@ -55,7 +55,7 @@ def test_variables_that_are_wrong(examined: Any) -> None:
     assert "did you mean PYDIST_TIMEOUT?" in found["variables"]["text"]
 
 
-def test_half_a_launcher(examined: Any) -> None:
+def test_half_a_launcher(examined: Examine) -> None:
     status, found = examined({"RANK": "0", "WORLD_SIZE": "2"})
     assert status == 1
     assert "MASTER_ADDR" in found["launcher"]["text"]

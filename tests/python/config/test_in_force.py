@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from launch import run_command, run_ranks
+from launch import run_command, run_ranks, set_environment
 from torch.utils.data import DataLoader
 
 import pydist
@@ -229,14 +229,17 @@ def test_the_default_stage_is_that_of_the_call() -> None:
     assert run_ranks(default_stages, 2) == [[(1, "default"), (0, "default")]] * 2
 
 
-def test_info_tells_where_values_are_from(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_tells_where_values_are_from(
+    file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = [sys.executable, "-m", "pydist", "info", "--json"]
     report = json.loads(run_command(command, env={"PYDIST_CONFIG": file}).stdout)
     found = {f"{s['section']}.{s['name']}": s for s in report["configuration"]}
     assert (found["model.compress"]["value"], found["model.compress"]["source"]) == ("bf16", file)
     assert found["optimizer.stage"]["source"] == file
     assert found["model.check_every"]["source"] == "default"
-    assert main(["info", "--json"]) == 0  # here no file is in force
+    set_environment(monkeypatch, {})
+    assert main(["info", "--json"]) == 0
     plain = json.loads(capsys.readouterr().out)["configuration"]
     stages = [each["value"] for each in plain if (each["section"], each["name"]) == STAGE]
     assert stages == [0]  # that of pydist.initialize

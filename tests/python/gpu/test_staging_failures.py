@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -65,10 +66,12 @@ class Exponentials(nn.Module):
         return self.layers(inputs).exp()
 
 
-def program_goes_on() -> None:
-    """It has the exception, and changes gradients, before autograd's thread gives the round up."""
+def program_goes_on(act: str) -> None:
+    """The program has the exception, and changes gradients, while the round is given up."""
     start()
     model = pydist.DataParallel(Exponentials().to("cuda"))
+    if act == "sharded":
+        pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.0, stage=2)
     inputs = torch.zeros(3, 4, device="cuda")
     # As a gradient that is going away, it has no memory: whoever asks where it lies raises.
     level = torch._C._functorch._vmap_increment_nesting(1, "error")
@@ -77,11 +80,12 @@ def program_goes_on() -> None:
         for parameter in model.parameters()
     ]
     torch._C._functorch._vmap_decrement_nesting()
-    hold_interpreter = ctypes.PyDLL(None).usleep
+    # No other thread gets the interpreter before this one waits, and this is no wait for Python.
     sys.setswitchinterval(LIMIT_S)
-    for accumulates in (False, True) * 8:
-        if accumulates:
-            with model.no_sync():
+    go_on_for_20_ms = functools.partial(ctypes.PyDLL(None).usleep, 20_000)
+    for step in range(16):
+        if act == "accumulated" and step % 2 == 1:
+            with model.no_sync(), model.weighted(2.0):
                 model(inputs).sum().backward()
         outputs = model(inputs)
         loss = outputs.sum()
@@ -90,7 +94,7 @@ def program_goes_on() -> None:
             loss.backward()
         for parameter, gradient in zip(model.parameters(), without_memory, strict=True):
             parameter.grad = gradient
-        hold_interpreter(20_000)
+        go_on_for_20_ms()
         model.zero_grad()
         model(inputs).sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
@@ -98,8 +102,9 @@ def program_goes_on() -> None:
 
 
 @BACKENDS
-def test_a_program_that_goes_on_while_a_round_is_given_up(backend: str) -> None:
-    on_device(backend, program_goes_on)
+@pytest.mark.parametrize("act", ["averaged", "accumulated", "sharded"])
+def test_a_program_that_goes_on_while_a_round_is_given_up(backend: str, act: str) -> None:
+    on_device(backend, program_goes_on, act)
 
 
 def device_is_late() -> str:
