@@ -140,7 +140,7 @@ PYTEST = $(PYTEST_ALONE) -n 4 --dist loadfile
 
 .PHONY: test-python
 test-python: build  ## the Python tests of test
-	$(PYTEST) -m 'not thorough' --ignore=tests/programs $(ARGS)
+	$(PYTEST) -m 'not thorough' $(ARGS)
 
 .PHONY: test-programs
 test-programs: build  ## whole programs: launchers, scripts that start their ranks, examples, benchmarks
@@ -148,7 +148,7 @@ test-programs: build  ## whole programs: launchers, scripts that start their ran
 
 .PHONY: test-python-all
 test-python-all: build  ## the Python tests of test-all
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(if $(findstring tests/,$(ARGS)),,tests/drop_in tests/python tests/faults tests/programs) $(ARGS)
 
 # As sanitize builds it, too.
 FUZZED := build/sanitize-address-undefined
