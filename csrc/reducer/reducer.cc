@@ -401,18 +401,17 @@ std::optional<std::size_t> Reducer::forget_weights_of_nothing() {
   if (!weights_.has_gradients) {
     return std::nullopt;
   }
-  std::optional<std::size_t> replaced;
-  bool is_any_pending = false;
-  for (const GradientSlot& slot : arena_.slots()) {
-    if (is_still_pending(slot)) {
-      is_any_pending = true;
-      replaced = !replaced && !is_seen(slot) ? slot.index : replaced;
-    }
-  }
-  if (!is_any_pending) {
+  if (!has_pending()) {
     weights_ = {};
   }
-  return weights_.has_weighted ? replaced : std::nullopt;
+  if (weights_.has_weighted) {
+    for (const GradientSlot& slot : arena_.slots()) {
+      if (is_still_pending(slot) && !is_seen(slot)) {
+        return slot.index;
+      }
+    }
+  }
+  return std::nullopt;
 }
 
 // Decided from what all ranks have in common: a model that is frozen everywhere has no gradients.
