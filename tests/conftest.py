@@ -1,5 +1,6 @@
 """What pytest finds for all tests: time limits, SIGINT, what processes that they start run first
-(started_processes/sitecustomize.py), a cache of their own, and that no file leaves a job behind.
+(started_processes/sitecustomize.py), a cache of their own, ranks that start quickly, and that no
+file leaves a job behind.
 
 A shell without job control starts `make test &` with SIGINT ignored, and so is it then in every
 process that comes of it. The tests send SIGINT to some of these, so it gets Python's own handler
@@ -20,6 +21,7 @@ from time_limit import pytest_configure, pytest_timeout_cancel_timer, pytest_tim
 
 __all__ = [
     "leaves_no_job",
+    "pytest_collection_finish",
     "pytest_configure",
     "pytest_timeout_cancel_timer",
     "pytest_timeout_set_timer",
@@ -36,6 +38,29 @@ _FIRST = str(Path(__file__).with_name("started_processes"))
 _PATH = os.environ.get("PYTHONPATH", "")
 if _FIRST not in _PATH.split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join([_FIRST, *([_PATH] if _PATH else [])])
+
+
+# Folders in which nearly every test starts ranks; in `python` many start none.
+_OF_RANKS = {
+    Path(__file__).with_name(name)
+    for name in ("drop_in", "faults", "frameworks", "hosts", "programs")
+}
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Loads torch for all ranks before the first test's limit counts: a slow disk takes long."""
+    if not session.config.option.collectonly and any(map(_uses_ranks, session.items)):
+        from launch import warm_up
+
+        warm_up()
+
+
+def _uses_ranks(item: pytest.Item) -> bool:
+    if not _OF_RANKS.isdisjoint(item.path.parents):
+        return True
+    module = getattr(item, "module", None)
+    names = {"Ranks", "Runner", "rank_outcomes", "run_ranks"}
+    return not names.isdisjoint(vars(module) if module else ())
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -386,17 +386,22 @@ def wait_for_ends(pids: list[int]) -> None:
         time.sleep(0.05)
 
 
+def running(program: str) -> subprocess.Popen[str]:
+    """Rank 0 of a program, which a test reads and sends signals to."""
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
 @pytest.mark.parametrize(
     "number", everyday(signal.SIGKILL, thorough=(signal.SIGINT, signal.SIGTERM))
 )
 def test_the_others_end_with_rank_0(number: signal.Signals) -> None:
     program = failing(2, -1, "pass", "time.sleep(600)")
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as first:
+    with running(program) as first:
         assert first.stdout is not None
         pids = [int(first.stdout.readline().split()[1]) for _ in range(2)]
         assert first.pid in pids
@@ -429,12 +434,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
 
 def test_ctrl_c_while_the_others_are_waited_for() -> None:
     program = LINGERING.replace("PATIENCE", "")
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    ) as first:
+    with running(program) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "late\n"
         others = psutil.Process(first.pid).children()

@@ -6,6 +6,7 @@
 
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -309,16 +310,28 @@ int highest_descriptor() {
   return highest;
 }
 
-// Copies of a descriptor: no number below the last one is free then.
-std::vector<FileDescriptor> take_free_numbers(int fd) {
-  std::vector<FileDescriptor> taken;
-  const int highest = highest_descriptor();
-  do {
-    taken.emplace_back(::dup(fd));
-    PYDIST_CHECK(taken.back());
-  } while (taken.back().get() < highest);
-  return taken;
-}
+// For as long as it lives, this process can have only so many more descriptors.
+class FewDescriptors {
+ public:
+  explicit FewDescriptors(int left) {
+    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &usual_), 0);
+    // No number below the last one is free then.
+    const int highest = highest_descriptor();
+    do {
+      taken_.emplace_back(::open("/dev/null", O_RDONLY));
+      PYDIST_CHECK(taken_.back());
+    } while (taken_.back().get() < highest);
+    const rlimit few{static_cast<rlim_t>(taken_.back().get() + 1 + left), usual_.rlim_max};
+    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+  }
+  FewDescriptors(const FewDescriptors&) = delete;
+  FewDescriptors& operator=(const FewDescriptors&) = delete;
+  ~FewDescriptors() { EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &usual_), 0); }
+
+ private:
+  rlimit usual_{};
+  std::vector<FileDescriptor> taken_;
+};
 
 TEST(SegmentExchangeTest, TheServerTakesNoDescriptors) {
   SegmentServer server;
@@ -441,13 +454,10 @@ TEST(SegmentExchangeTest, AServerWithoutDescriptorsKeepsNobody) {
   const Stranger idle = caller_of(server.address());
   const Stranger early = caller_of(server.address());
   ASSERT_TRUE(early.send(right_request_to(server), 0));
-  rlimit limit{};
-  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
-  const std::vector<FileDescriptor> taken = take_free_numbers(segment.fd());
-  const rlimit no_more{static_cast<rlim_t>(taken.back().get()) + 1, limit.rlim_max};
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &no_more), 0);
-  server.serve();
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
+  {
+    const FewDescriptors none(0);
+    server.serve();
+  }
   EXPECT_FALSE(idle.send("nonce key signature", 0));
   EXPECT_FALSE(early.send("nonce key signature", 0));
 }
@@ -484,15 +494,11 @@ TEST(SegmentExchangeTest, AServerWithoutDescriptorsStillAnswers) {
     askers.push_back(caller_of(server.address()));
     ASSERT_TRUE(askers.back().send(right_request_to(server), 0));
   }
-  rlimit limit{};
-  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
-  const std::vector<FileDescriptor> taken = take_free_numbers(segment.fd());
-  const rlimit no_more{static_cast<rlim_t>(taken.back().get()) + 1, limit.rlim_max};
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &no_more), 0);
-  server.serve();
-  const int one_more = ::dup(segment.fd());
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
-  EXPECT_LT(one_more, 0);
+  {
+    const FewDescriptors none(0);
+    server.serve();
+    EXPECT_LT(::dup(segment.fd()), 0);
+  }
   for (const Stranger& asker : askers) {
     EXPECT_TRUE(asker.has_mail());
   }
@@ -503,23 +509,21 @@ TEST(SegmentExchangeTest, TheEndOfDescriptorsIsAnErrorAtOnce) {
   const ServingThread serving(server);
   const SharedSegment segment = SharedSegment::create("last", 4096);
   server.offer("last", segment.fd(), kSecret);
-  rlimit limit{};
-  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &limit), 0);
-  const std::vector<FileDescriptor> taken = take_free_numbers(segment.fd());
   // UBSan opens a pipe when it meets a type for the first time: that of the error, here.
   EXPECT_THROW(
       static_cast<void>(fetch_segment("pydist-nobody-is-here", "", kSecret, Deadline::in({}))),
       TransportError);
-  const rlimit one_more{static_cast<rlim_t>(taken.back().get()) + 2, limit.rlim_max};
   const auto before = Deadline::Clock::now();
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &one_more), 0);
   std::exception_ptr raised;
-  try {
-    static_cast<void>(fetch_segment(server.address(), "last", kSecret, Deadline::in(seconds(50))));
-  } catch (const TransportError&) {
-    raised = std::current_exception();
+  {
+    const FewDescriptors one(1);
+    try {
+      static_cast<void>(
+          fetch_segment(server.address(), "last", kSecret, Deadline::in(seconds(50))));
+    } catch (const TransportError&) {
+      raised = std::current_exception();
+    }
   }
-  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
   std::string said;
   try {
     ASSERT_TRUE(raised);

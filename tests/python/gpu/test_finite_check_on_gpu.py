@@ -97,9 +97,7 @@ def fail_in_step_3(kind: str, value: float) -> list[tuple[str, str]]:
         bad = number == 3 and (rank == 1 or kind == "on both")
         loss = loss_of(model, number, value if bad else 1.0)
         late = number == 4 and kind == "on both" and rank == 0
-        with (
-            mock.patch.object(LateNumber, "has_come", return_value=False) if late else nullcontext()
-        ):
+        with nothing_comes() if late else nullcontext():
             loss.backward()
         optimizer.step()
 
