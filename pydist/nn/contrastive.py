@@ -137,6 +137,7 @@ class _BlockLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         communicator = ctx.communicator
         # Ranks may weigh the loss differently. What they all make of it counts, for the rows; the

@@ -145,6 +145,7 @@ class _SameLoss(torch.autograd.Function):
         return linear.run(tensor.reshape(-1).contiguous())
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         linear, communicator = ctx.linear, ctx.linear.communicator
         gradient = gradient.reshape(ctx.shape)
@@ -174,6 +175,7 @@ class _OwnRows(torch.autograd.Function):
         return own
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         linear = ctx.linear
         records = any_requires_grad(linear.communicator, [gradient], linear.label)

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from pydist._torch import runs_uncompiled_throughout
 from pydist.nn.agreement import anchor, any_requires_grad
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class _Apply(torch.autograd.Function):
         return linear.run(vector.contiguous())
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return apply_in_backward(ctx.linear.transpose(), gradient), None, None
 

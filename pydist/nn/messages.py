@@ -150,6 +150,7 @@ class _Send(torch.autograd.Function):
         return tensor.new_empty(0)
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         (tensor,) = ctx.saved_tensors
         gradient = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -174,6 +175,7 @@ class _Receive(torch.autograd.Function):
         return out
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         label = "backward of pydist.nn.recv"
         ctx.communicator.send(gradient.detach().contiguous(), ctx.src, ctx.tag, label=label)

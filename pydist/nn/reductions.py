@@ -172,6 +172,7 @@ class _Extreme(torch.autograd.Function):
         return extreme
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (share,) = ctx.saved_tensors
         back = AllReduce(ctx.communicator, "backward of pydist.nn.all_reduce")
@@ -188,6 +189,7 @@ class _Product(torch.autograd.Function):
         return AllReduce(communicator, "pydist.nn.all_reduce", "prod").run(vector.contiguous())
 
     @staticmethod
+    @runs_uncompiled_throughout
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (vector,) = ctx.saved_tensors
         communicator, label = ctx.communicator, "backward of pydist.nn.all_reduce"

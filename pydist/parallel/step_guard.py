@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from pydist import _native
+from pydist._torch import runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.ownership import newest_first
 
@@ -40,6 +41,7 @@ def guard_steps() -> None:
             _is_hooked = True
 
 
+@runs_uncompiled_throughout
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -65,6 +67,7 @@ def _before_step(
     return (args[0], checked, *args[2:]), kwargs
 
 
+@runs_uncompiled_throughout
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     closure = _closure_of(args, kwargs)
     if getattr(closure, _HAS_RUN, True) is False:

@@ -37,7 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from pydist._torch import BatchNormBase, children_of
+from pydist._torch import BatchNormBase, children_of, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.job import current, groups, membership
 
@@ -137,8 +137,10 @@ class SyncBatchNorm(BatchNormBase):
         Returns:
             A tensor of the same shape, dtype and memory format.
         """
-        if not self.training:
-            return super().forward(input)
+        return self._synchronized(input) if self.training else super().forward(input)
+
+    @runs_uncompiled_throughout
+    def _synchronized(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         communicator = self._communicator()
         if communicator.size == 1:
@@ -283,6 +285,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @runs_uncompiled_throughout
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
         dtype = input.dtype

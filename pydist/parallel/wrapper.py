@@ -500,10 +500,25 @@ class DataParallel(TorchIdioms, StandsForModule):
 
     # -- computation
 
-    # Dynamo must not compile this frame, but may compile what it calls.
+    # Of what this calls, dynamo is to compile the module's forward, and nothing of ours.
     @runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank, but for `check_every=`."""
+        args, kwargs, during = self._begin_forward(args, kwargs)
+        replicas = self._settings.replicas
+        with during:
+            if replicas is not None:
+                outputs = replicas.run(self.module, args, kwargs)
+            else:
+                outputs = self.module(*args, **kwargs)
+        watch_outputs(weakref.ref(self), outputs)
+        return outputs
+
+    @runs_uncompiled_throughout
+    def _begin_forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], contextlib.ExitStack]:
+        """What comes before the module's forward: its arguments, and what it is to run in."""
         self.require_working()
         refuse_active_torch(self)
         warn_of_torchs_stage()
@@ -539,12 +554,7 @@ class DataParallel(TorchIdioms, StandsForModule):
                 during.enter_context(owner.during_forward())
             if reducer is not None and self._buffer_sync is not None and not trains:
                 during.enter_context(self._buffer_sync.during_forward_without_gradients())
-            if replicas is not None:
-                outputs = replicas.run(self.module, args, kwargs)
-            else:
-                outputs = self.module(*args, **kwargs)
-        watch_outputs(weakref.ref(self), outputs)
-        return outputs
+            return args, kwargs, during.pop_all()
 
     def _let_sentinel_look(self, *, averages: bool) -> None:
         """Compares the models of the ranks before a forward, if that is asked for and due."""
@@ -559,6 +569,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         sentinel.before_forward(self._communicator, self._local, has_buffers)
 
     @contextlib.contextmanager
+    @runs_uncompiled_throughout
     def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Accumulates gradients without averaging them, in backwards of forwards that run inside.
 
@@ -588,6 +599,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             self._working_reducer.expect_any_order()
 
     @contextlib.contextmanager
+    @runs_uncompiled_throughout
     def holding_average(self) -> Iterator[None]:
         """Lets a backward that ends inside return before its gradients are averaged.
 
@@ -625,6 +637,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             self._working_reducer.give_up_held()
 
     @contextlib.contextmanager
+    @runs_uncompiled_throughout
     def weighted(self, weight: float | Tensor) -> Iterator[None]:
         """Lets every backward that runs inside count for `weight` in the mean.
 

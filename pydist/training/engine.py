@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist._torch import runs_uncompiled
 from pydist.errors import InvalidUsage
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.clipping import clip_gradients
@@ -86,6 +87,7 @@ class Engine(DataParallel):
         coming = self._backwards + (not self._is_step_expected)
         return coming >= self.accumulation_steps
 
+    @runs_uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward; only the last backward of a step averages over the ranks."""
         if not torch.is_grad_enabled():

@@ -49,6 +49,7 @@ class BufferSync:
         self._on_device = DeviceValues()
         self._lay_out()
 
+    @runs_uncompiled_throughout
     def renew(self) -> Tensor:
         """Lays out the message anew, for the buffers that the module has now; returns its memory.
 
@@ -141,6 +142,7 @@ class BufferSync:
             self._watched_now, self._watched_places
         )
 
+    @runs_uncompiled_throughout
     def has_changed(self) -> bool:
         """Whether a buffer is no longer what the message says.
 
@@ -165,6 +167,7 @@ class BufferSync:
         return any(not torch.equal(place, buffer.to(place.device)) for place, buffer in pairs)
 
     @torch.no_grad()
+    @runs_uncompiled_throughout
     def pack(self) -> None:
         """Writes the buffers into the message."""
         buffers = list(self._present())
@@ -173,6 +176,7 @@ class BufferSync:
         self._on_device.note(buffers)
 
     @torch.no_grad()
+    @runs_uncompiled_throughout
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
         others = []

@@ -1,5 +1,6 @@
 """`torch.compile`, around the wrapper and inside it, and TorchScript."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -237,6 +238,66 @@ def choose_compiled_branches() -> None:
 
 def test_compiled_graphs_that_differ_between_ranks(run: Runner) -> None:
     run(choose_compiled_branches)
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norm = pydist.SyncBatchNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.layer(x))
+        return out
+
+
+def functions_compiled(made: str) -> set[str]:
+    """Of ours, in steps that are compiled whole."""
+    rank, _ = joined()
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch.manual_seed(0)
+    module = Normalized() if made == "synchronized" else nn.Sequential(nn.Linear(4, 4))
+    module.register_buffer("changed", torch.ones(2))
+    model: Any = pydist.DataParallel(module)
+    optimizer: Any = (
+        pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2)
+        if made == "sharded"
+        else torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    trained: Any = copy.deepcopy(model) if made == "copied" else model
+
+    def train(x: Tensor) -> None:
+        optimizer.zero_grad()
+        if made == "accumulated":
+            with trained.no_sync():
+                trained(x).square().mean().backward()
+        with trained.weighted(2.0) if made == "weighted" else contextlib.nullcontext():
+            trained(x).square().mean().backward()
+        if made == "sharded":
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+
+    compiled: Any = torch.compile(train, backend="eager")
+    for step in range(2):
+        compiled(batch(rank, 5, 4, step=step).float())
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    assert any(each.co_filename == __file__ for each in metrics)
+    ours = str(Path(pydist.__file__).parent)
+    return {each.co_name for each in metrics if (each.co_filename or "").startswith(ours)}
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        *((made, set()) for made in ("copied", "sharded", "accumulated", "weighted")),
+        # The layer's choice of what to do in training; outside of it, it is compiled whole.
+        ("synchronized", {"forward"}),
+    ],
+)
+def test_nothing_of_ours_is_compiled(run: Runner, made: str, expected: set[str]) -> None:
+    for names in run(functions_compiled, made):
+        assert {name for name in names if "resume_in_forward" not in name} == expected
 
 
 # --- overlap -------------------------------------------------------------------------------------
