@@ -133,15 +133,3 @@ class TestBetweenRanks:
         assert verdicts(between_ranks([first, {**first, "host": "b"}]))["cores of all ranks"] == (
             "fine"
         )
-
-
-def test_under_a_launcher() -> None:
-    command = [sys.executable, "-m", "pydist", "run", "-n", "2", "-m", "pydist", "doctor", "--json"]
-    done = run_command(command, timeout=90)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [each for each in done.stdout.splitlines() if each.startswith("[{")]
-    found = {(each["subject"], each["where"]): each for each in json.loads(line)}
-    assert found["versions", "all ranks"]["text"] == "the same on all 2 ranks"
-    assert found["clocks", "all ranks"]["verdict"] == "fine"
-    assert ("launcher", "rank 0") in found
-    assert ("launcher", "rank 1") in found

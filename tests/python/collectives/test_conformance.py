@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,15 @@ class Pool:
 EVERYDAY = (
     *("native-1", "native-3", "native, ring-3", "gloo-2", "native, device-3", "nccl, device-2"),
 )
+# What takes longest, and the pools of it: of the other ones the C++ tests show it.
+LONGEST = ("every_op_on_every_dtype", "every_size", "shared_allocations")
+EVERYDAY_OF_LONGEST = ("native-3", "gloo-2")
 
 
-def pools() -> Iterator[object]:
+def pools(everyday: Sequence[str]) -> Iterator[object]:
     """What `pool` is made of."""
     for values, name, *marks in all_pools():
-        if name not in EVERYDAY:
+        if name not in everyday:
             marks.append(pytest.mark.thorough)
         yield pytest.param(values, id=name, marks=marks)
 
@@ -96,17 +99,28 @@ def all_pools() -> Iterator[tuple[Any, ...]]:
         yield (size, env), f"{name}, device-{size}", needs_gpu_ranks
 
 
-@pytest.fixture(scope="module", params=pools())
+@pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
     pool = Pool(*request.param)
     yield pool
     pool.close()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("pool", [*pools(EVERYDAY)], indirect=True)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in LONGEST])
 def test_conformance(pool: Pool, name: str) -> None:
     if pool.on_device and name == "numpy_arrays":
         pytest.skip("numpy arrays are not on a device")
+    check(pool, name)
+
+
+@pytest.mark.parametrize("pool", [*pools(EVERYDAY_OF_LONGEST)], indirect=True)
+@pytest.mark.parametrize("name", LONGEST)
+def test_conformance_at_length(pool: Pool, name: str) -> None:
+    check(pool, name)
+
+
+def check(pool: Pool, name: str) -> None:
     reports = pool.run(name)
     assert min(report.cases for report in reports) > 0 or len(reports) == 1
     complaints = complaints_of(reports)

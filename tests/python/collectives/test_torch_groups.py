@@ -1,18 +1,15 @@
 """Groups of torch on the engine: how they are made, used again, destroyed, and fail."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import Ranks, run_command
-from thorough import everyday
+from launch import Ranks
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch_groups import bridge, join, loss_of, model
@@ -52,46 +49,6 @@ def groups() -> None:
 
 def test_groups_in_any_order(run: Runner) -> None:
     run(groups)
-
-
-EXIT_SCRIPT = """
-import ctypes, sys, time
-import numpy as np
-import torch
-import torch.distributed as dist
-import pydist
-
-dist.init_process_group("pydist")
-rank = dist.get_rank()
-if sys.argv[2] == "held to the end":
-    # As torch 2.14 does: no destructor of the group ever runs.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD._get_backend(torch.device("cpu"))))
-if sys.argv[1] == "broadcast":
-    tensor = torch.full((4,), float(rank))
-    if rank == 2:
-        time.sleep(1.5)
-    dist.broadcast(tensor, 0)
-    assert tensor.tolist() == [0.0] * 4
-elif rank == 0:
-    dist.all_reduce(torch.from_numpy(np.ones(200_000, np.float32)), async_op=True)
-else:
-    time.sleep(1.5)
-# In one piece: the launcher's ranks do not buffer, and print() writes word by word.
-sys.stdout.write(f"ended {rank}\\n")
-"""
-
-
-@pytest.mark.parametrize("life", everyday("ends with the script", thorough=("held to the end",)))
-@pytest.mark.parametrize("what", everyday("broadcast", thorough=("work under way",)))
-def test_a_script_may_end_without_destroying_its_group(
-    tmp_path: Path, what: str, life: str
-) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(EXIT_SCRIPT)
-    command = [sys.executable, "-m", "pydist", "run", "-n", "3", str(script), what, life]
-    done = run_command(command, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["ended 0", "ended 1", "ended 2"]
 
 
 def late_for_one_barrier() -> list[str]:

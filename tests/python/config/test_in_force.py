@@ -5,12 +5,13 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from launch import run_command, run_ranks, set_environment
+from launch import Ranks, run_command, run_ranks, set_environment
 from torch.utils.data import DataLoader
 
 import pydist
@@ -25,11 +26,19 @@ FILE = {
 }
 
 
-@pytest.fixture
-def file(tmp_path: Path) -> str:
-    path = tmp_path / "config.json"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("config") / "config.json"
     path.write_text(json.dumps(FILE))
     return str(path)
+
+
+@pytest.fixture(scope="module")
+def fresh(file: str) -> Iterator[Ranks]:
+    """One rank, which imports pydist where the file and a variable are given already."""
+    env = {"PYDIST_CONFIG": file, "PYDIST_CHUNK_BYTES": "131072"}
+    with Ranks(1, env, method="spawn") as ranks:
+        yield ranks
 
 
 def sources() -> dict[str, tuple[Any, str]]:
@@ -53,12 +62,15 @@ def use_all() -> tuple[dict[str, tuple[Any, str]], float, dict[str, Any], dict[s
         # The file's, which a model in no wrapper of ours can't have.
         pydist.ShardedOptimizer(torch.nn.Linear(1, 1).parameters(), torch.optim.SGD)
     del optimizer
-    return sources(), timeout, made, in_force.to_save()
+    seen = sources(), timeout, made, in_force.to_save()
+    pydist.shutdown()
+    return seen
 
 
-def test_the_program_goes_before_variables_and_these_before_the_file(file: str) -> None:
-    env = {"PYDIST_CONFIG": file, "PYDIST_CHUNK_BYTES": "131072"}
-    found, timeout, made, saved = run_ranks(use_all, 1, env=env, method="spawn")[0]
+def test_the_program_goes_before_variables_and_these_before_the_file(
+    fresh: Ranks, file: str
+) -> None:
+    found, timeout, made, saved = fresh.run(use_all)[0]
     assert timeout == 77
     assert made == {"reduction": "sum", "compress": None, "caps": (1 << 20,), "batches": 5}
     assert found["engine.timeout"] == ("77", file)
@@ -116,13 +128,11 @@ def arguments_of_init(folder: str) -> list[Any]:
     return [*seen, sources()["engine.timeout"]]
 
 
-def test_arguments_of_init_are_in_force(file: str, tmp_path: Path) -> None:
-    env = {"PYDIST_CONFIG": file}
-    for seen in run_ranks(arguments_of_init, 1, str(tmp_path / "c"), env=env, method="spawn"):
-        *told, saved, after = seen
-        assert told == [(33.0, "argument"), ("gloo", "argument"), ("0", "default")]
-        assert (saved["timeout"], saved["backend"]) == (33.0, "gloo")
-        assert after == ("77", file)
+def test_arguments_of_init_are_in_force(fresh: Ranks, file: str, tmp_path: Path) -> None:
+    *told, saved, after = fresh.run(arguments_of_init, str(tmp_path / "c"))[0]
+    assert told == [(33.0, "argument"), ("gloo", "argument"), ("0", "default")]
+    assert (saved["timeout"], saved["backend"]) == (33.0, "gloo")
+    assert after == ("77", file)
 
 
 def takes_what_is_refused() -> list[str]:
@@ -152,13 +162,11 @@ def sets_a_variable_later(file: str) -> list[Any]:
     pydist.init(config={"model": {"reduction": "mean"}})
     pydist.init(config=file)  # says 77, and the variable goes before it
     pydist.shutdown()
-    return [*seen, os.environ["PYDIST_TIMEOUT"]]
+    return [*seen, os.environ.pop("PYDIST_TIMEOUT")]
 
 
-def test_a_variable_that_the_program_sets_counts_and_stays(file: str) -> None:
-    env = {"PYDIST_CONFIG": file}
-    for seen in run_ranks(sets_a_variable_later, 1, file, env=env, method="spawn"):
-        assert seen == [("5", "PYDIST_TIMEOUT"), 5.0, "5"]
+def test_a_variable_that_the_program_sets_counts_and_stays(fresh: Ranks, file: str) -> None:
+    assert fresh.run(sets_a_variable_later, file) == [[("5", "PYDIST_TIMEOUT"), 5.0, "5"]]
 
 
 def says_it_in_another_way() -> tuple[bool, tuple[int, ...], int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launch import rank_outcomes, run_command, run_ranks
+from launch import rank_outcomes, run_ranks
 from thorough import everyday
 from torch import nn
 
@@ -334,35 +334,6 @@ def test_an_exception_of_a_forked_child_is_not_told(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     assert run_ranks(fail_in_a_forked_child, 2, str(file)) == [2.0, 2.0]
     assert not file.exists()
-
-
-SCRIPT = """
-import sys, time
-import torch
-import pydist
-
-pydist.init()
-pydist.barrier()
-if pydist.rank() == 1:
-    raise ValueError("no such sample")
-pydist.barrier()
-"""
-
-
-@pytest.mark.parametrize("launcher", everyday("pydist", thorough=("torch.distributed.run",)))
-def test_the_launcher_reports_the_cause_and_not_its_echoes(tmp_path: Path, launcher: str) -> None:
-    script = tmp_path / "fails.py"
-    script.write_text(SCRIPT)
-    words = ["run"] if launcher == "pydist" else ["--standalone"]
-    count = ["-n", "2"] if launcher == "pydist" else ["--nproc-per-node", "2"]
-    done = run_command([sys.executable, "-m", launcher, *words, *count, str(script)], timeout=120)
-    assert done.returncode == 1
-    cause = done.stderr.rpartition("Root Cause")[2]
-    assert "rank      : 1" in cause, done.stderr
-    assert "ValueError: no such sample" in cause, done.stderr
-    # The echoes say whose they are.
-    assert "Aborted: rank 1 (pid " in done.stderr
-    assert "has ended with ValueError: no such sample" in done.stderr
 
 
 def pids_of_ranks() -> list[int]:

@@ -20,23 +20,6 @@ from pydist.testing.faults import Fault
 
 pytestmark = pytest.mark.timeout(90)
 
-TRAINING = """
-import sys, torch, pydist
-torch.manual_seed(0)
-model = pydist.DataParallel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-try:
-    for step in range(1, 5):
-        optimizer.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
-        optimizer.step()
-        print(f"rank {pydist.rank()} step {step}", flush=True)
-    pydist.save(sys.argv[1], model=model)
-except pydist.Error as error:
-    print(f"{type(error).__name__}: {error}", flush=True)
-    sys.exit(3)
-"""
-
 
 @pytest.fixture
 def alone() -> Iterator[None]:
@@ -279,30 +262,6 @@ def be_stopped() -> bool:
 def test_a_stopped_rank_stands_still() -> None:
     with Ranks(1) as ranks:
         assert ranks.run(be_stopped) == [True]
-
-
-def run_training(text: str, folder: Path) -> Any:
-    script = folder / "train.py"
-    script.write_text(TRAINING)
-    command = [sys.executable, "-m", "pydist", "run", "-n", "2", str(script), str(folder / "c")]
-    return run_command(command, env={"PYDIST_FAULTS": text, "PYDIST_BACKEND": "native"})
-
-
-def test_by_a_variable(tmp_path: Path) -> None:
-    done = run_training("kill rank=1 step=3 phase=backward", tmp_path)
-    assert done.returncode != 0
-    assert "rank 1 step 2" in done.stdout
-    assert "rank 1 step 3" not in done.stdout
-    assert "kill on purpose in step 3, backward on rank 1" in done.stderr
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("phase", ["start-up", "checkpoint"])
-def test_by_a_variable_at_a_rare_phase(tmp_path: Path, phase: str) -> None:
-    done = run_training(f"raise rank=1 phase={phase}", tmp_path)
-    assert done.returncode != 0
-    assert f"raised on purpose in {phase} on rank 1" in done.stderr + done.stdout
-    assert ("rank 1 step 4" in done.stdout) == (phase == "checkpoint")
 
 
 def test_a_variable_that_is_no_fault_ends_the_import(tmp_path: Path) -> None:
