@@ -104,7 +104,7 @@ TEST_P(NativeMemoryOnHosts, RandomLifetimes) {
     Communicator& group = *self.communicator;
     std::vector<MemoryPtr> blocks(12);
     std::uint64_t chance = 5;  // the same on every rank
-    for (int turn = 0; turn < 300; ++turn) {
+    for (int turn = 0; turn < 120; ++turn) {
       chance = mix(chance);
       MemoryPtr& block = blocks[chance % blocks.size()];
       block.reset();
