@@ -89,8 +89,7 @@ TEST_P(WireDType, AroundOneShotAndChunksOfTheUsualSize) {
   std::vector<Case> cases;
   std::uint64_t seed = 2 << 16;
   for (const DType wire_dtype : kWireDTypes) {
-    for (const std::size_t count :
-         {one_shot, one_shot + 1, chunk, chunk + 1, 3 * chunk + 1001}) {
+    for (const std::size_t count : {one_shot, one_shot + 1, chunk, chunk + 1, 3 * chunk + 1001}) {
       ++seed;
       cases.push_back(make_case(OpKind::kAllReduce, kOps[seed % 3], wire_dtype, count, seed));
       cases.push_back(

@@ -260,8 +260,8 @@ class HonestGroup {
   std::thread other_;
 };
 
-// A thread that drives operations may be the last to hold an endpoint, and closes it after its owner
-// has let go of it.
+// A thread that drives operations may be the last to hold an endpoint, and closes it after its
+// owner has let go of it.
 void expect_descriptors(std::size_t count) {
   EXPECT_TRUE(eventually([&] { return descriptors_in_use() == count; }))
       << descriptors_in_use() << " instead of " << count;
