@@ -62,6 +62,9 @@ Condition Group::may_deposit(std::uint64_t round) noexcept {
 void Group::prepare_transit() {
   if (!has_transit_) {
     segment_.reserve_transit(rank_);
+    if (may_exchange_transits()) {
+      segment_.reserve_transit(1 - rank_);
+    }
     has_transit_ = true;
   }
 }

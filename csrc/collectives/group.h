@@ -168,10 +168,19 @@ class Group {
 
   // That this rank may write its chunk of `round`.
   [[nodiscard]] Condition may_deposit(std::uint64_t round) noexcept;
-  // Backs this rank's transit with memory, the first time.
+  // Backs the transit that this rank writes with memory, the first time.
   void prepare_transit();
   [[nodiscard]] std::byte* transit(int rank, std::uint64_t round) const noexcept {
     return segment_.transit(rank, round);
+  }
+  // The same for operations in which all ranks deposit, and read what the others have.
+  //
+  // Note [Transits that are exchanged]: a core writes faster to lines that it has read last than to
+  // lines that another one has. So two ranks on one host exchange their transits whenever all slots
+  // have been used, and each writes where it has read kTransitSlots rounds before. See decision 11.
+  [[nodiscard]] std::byte* exchanged_transit(int rank, std::uint64_t round) const noexcept {
+    const bool is_exchanged = may_exchange_transits() && (round / kTransitSlots) % 2 != 0;
+    return segment_.transit(is_exchanged ? 1 - rank : rank, round);
   }
 
   using CounterOf = Counter RankControl::*;
@@ -197,6 +206,9 @@ class Group {
   }
 
  private:
+  [[nodiscard]] bool may_exchange_transits() const noexcept {
+    return size_ == 2 && announcer_ == nullptr;
+  }
   [[nodiscard]] std::size_t slot() const noexcept { return sequence_ % kPostDepth; }
   [[nodiscard]] Condition reached_by_all(CounterOf counter, std::uint64_t target) const noexcept;
 

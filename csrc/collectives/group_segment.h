@@ -3,10 +3,12 @@
 //   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... |
 //
 // Everything but the record of failure has one writer, the rank that it belongs to, which also
-// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. For a rank
-// on another host, its counterpart here writes (communicator/peers/remote_ranks.h), and the lowest
-// rank of this host reserves. Controls are reserved when the group is made; a rank reserves its
-// transit when it first needs it, so that a group that only moves small things takes a few pages.
+// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. Of two ranks
+// each writes into the other's transit as well, and the first to need any reserves both: see Note
+// [Transits that are exchanged] in group.h. For a rank on another host, its counterpart here writes
+// (communicator/peers/remote_ranks.h), and the lowest rank of this host reserves. Controls are
+// reserved when the group is made; a rank reserves its transit when it first needs it, so that a
+// group that only moves small things takes a few pages.
 
 #pragma once
 

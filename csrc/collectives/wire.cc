@@ -14,6 +14,12 @@ namespace {
 constexpr std::size_t kTileBytes = std::size_t{8} << 10;
 using Tile = std::array<std::byte, kTileBytes>;
 
+void advance(std::span<const void*> pieces, std::size_t bytes) {
+  for (const void*& piece : pieces) {
+    piece = static_cast<const std::byte*>(piece) + bytes;
+  }
+}
+
 }  // namespace
 
 void Wire::convert(DType from, const std::byte* input, DType to, std::byte* output,
@@ -35,6 +41,18 @@ void Wire::put_converted(std::byte* slot, const std::byte* elements, std::size_t
   }
 }
 
+void Wire::combine_into_both(const Reduction& reduction, std::span<const void*> pieces,
+                             std::byte* slot, std::byte* output, std::size_t count) const {
+  const std::size_t per_tile = kTileBytes / wire_element_bytes_;
+  for (std::size_t begin = 0; begin < count; begin += per_tile) {
+    const std::size_t n = std::min(per_tile, count - begin);
+    void* const target = output + bytes(begin);
+    reduce(reduction, pieces, {&target, 1}, n);
+    std::memcpy(slot + bytes(begin), target, bytes(n));
+    advance(pieces, bytes(n));
+  }
+}
+
 void Wire::combine_into_slot(const Reduction& reduction, std::span<const void*> pieces,
                              std::byte* slot, std::size_t count) const {
   alignas(64) Tile tile;
@@ -44,9 +62,7 @@ void Wire::combine_into_slot(const Reduction& reduction, std::span<const void*> 
     const std::size_t n = std::min(per_tile, count - begin);
     reduce(reduction, pieces, {&target, 1}, n);
     std::memcpy(slot + bytes(begin), tile.data(), bytes(n));
-    for (const void*& piece : pieces) {
-      piece = static_cast<const std::byte*>(piece) + bytes(n);
-    }
+    advance(pieces, bytes(n));
   }
 }
 

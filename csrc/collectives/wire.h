@@ -67,11 +67,12 @@ class Wire {
       combine_into_slot(reduction, pieces, slot, count);
       return;
     }
+    if (slot != nullptr) {
+      combine_into_both(reduction, pieces, slot, output, count);
+      return;
+    }
     void* const target = output;
     reduce(reduction, pieces, {&target, 1}, count);
-    if (slot != nullptr) {
-      put(slot, output, count);
-    }
   }
 
  private:
@@ -80,6 +81,8 @@ class Wire {
   void put_converted(std::byte* slot, const std::byte* elements, std::size_t count) const;
   void combine_into_slot(const Reduction& reduction, std::span<const void*> pieces, std::byte* slot,
                          std::size_t count) const;
+  void combine_into_both(const Reduction& reduction, std::span<const void*> pieces, std::byte* slot,
+                         std::byte* output, std::size_t count) const;
   void combine_converted(const Reduction& reduction, std::span<const void*> pieces, std::size_t own,
                          std::byte* slot, std::byte* output, std::size_t count) const;
 

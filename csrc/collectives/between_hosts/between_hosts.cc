@@ -20,7 +20,7 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
     co_await group.may_deposit_first();
   }
   fill_post(group, call, offer);
-  group.publish_post(is_eager ? contributed_bytes(group, call) : 0);
+  group.publish_post(is_eager ? packed_bytes(group, call) : 0);
   // Everybody waits for everybody, also in the kinds in which only a root has something to say: so
   // nobody has to tell other hosts what it has completed, see Note [Reuse].
   co_await group.posted_by_all();

@@ -10,6 +10,8 @@
 namespace pydist {
 namespace {
 
+constexpr std::size_t kLineBytes = 64;
+
 // The largest block that any rank sends; what every rank knows from the posts.
 std::uint64_t largest_block(const Group& group, const Call& call) {
   std::uint64_t largest = 0;
@@ -43,8 +45,15 @@ Task reduce_through_transit(Collective& run) {
   const std::size_t per_round = group.piece_bytes() / run.slot_element_bytes();
   const std::uint64_t rounds = (call.count + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
+  const bool others_receive = call.kind == OpKind::kAllReduce || !run.is_root();
   const std::byte* input = call.inputs[0].data;
   std::byte* output = receives ? call.outputs[0].data : nullptr;
+  // Whose slot has the result of `reducer` for `receiver`. Of two ranks the receiver's: there lies
+  // what the reducer has just read, so those lines are in its cache. See decision 11.
+  const auto holder_of = [&](int reducer, int receiver) {
+    return run.size() == 2 ? receiver : reducer;
+  };
+  const int next = (me + 1) % run.size();
   const auto begin_of = [&](std::uint64_t k) { return k * per_round; };
   const auto slices_of = [&](std::uint64_t k) {
     return Slices(std::min(per_round, call.count - begin_of(k)), run.size(),
@@ -74,7 +83,8 @@ Task reduce_through_transit(Collective& run) {
           [&](int rank) {
             return rank == me ? input + here : group.transit(rank, first + k) + offset;
           },
-          group.transit(me, first + k) + offset, receives ? output + here : nullptr, mine.count);
+          others_receive ? group.transit(holder_of(me, next), first + k) + offset : nullptr,
+          receives ? output + here : nullptr, mine.count);
       group.publish(&RankControl::reduced, first + k);
       if (!receives) {
         group.publish(&RankControl::consumed, first + k);
@@ -89,7 +99,8 @@ Task reduce_through_transit(Collective& run) {
         const int rank = (me + turn) % run.size();
         const Slice slice = slices[rank];
         run.take(output + run.bytes(begin_of(k) + slice.begin),
-                 group.transit(rank, first + k) + run.slot_bytes(slice.begin), slice.count);
+                 group.transit(holder_of(rank, me), first + k) + run.slot_bytes(slice.begin),
+                 slice.count);
       }
       group.publish(&RankControl::consumed, first + k);
     }
@@ -102,14 +113,15 @@ Task exchange_through_transit(Collective& run) {
   const Call& call = run.call();
   const int me = run.me();
   const Blocks sent = contributed_blocks(group, call);
-  // Kinds in which every receiver gets a block of its own lay them side by side in the slot.
-  const bool is_personal = call.kind == OpKind::kReduceScatter || call.kind == OpKind::kScatter ||
-                           call.kind == OpKind::kAllToAll;
+  // Blocks of receivers lie side by side in the slot.
+  const bool has_lanes = is_personal(call.kind);
   const bool receives = call.kind == OpKind::kGather ? run.is_root()
                         : is_one_to_all(call.kind)   ? !run.is_root()
                                                      : true;
-  const std::size_t lanes = is_personal ? static_cast<std::size_t>(run.size()) : 1;
-  const std::size_t per_round = group.piece_bytes() / lanes / run.slot_element_bytes();
+  const int lanes = has_lanes ? std::max(1, run.size() - 1) : 1;
+  const std::size_t room = group.piece_bytes() / static_cast<std::size_t>(lanes);
+  const std::size_t per_round =
+      (room < kLineBytes ? room : room / kLineBytes * kLineBytes) / run.slot_element_bytes();
   const std::size_t lane_bytes = run.slot_bytes(per_round);
   const std::uint64_t rounds = (largest_block(group, call) + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
@@ -117,6 +129,12 @@ Task exchange_through_transit(Collective& run) {
   const auto piece = [&](std::size_t count, std::uint64_t k) {
     const std::size_t begin = std::min(count, k * per_round);
     return Slice{begin, std::min(per_round, count - begin)};
+  };
+
+  // As in pack_contribution().
+  const auto lane_of = [&](int sender, int receiver) {
+    const int after = (receiver - sender - 1 + run.size()) % run.size();
+    return has_lanes ? static_cast<std::size_t>(after) * lane_bytes : 0;
   };
 
   if (!receives && rounds != 0) {
@@ -127,15 +145,12 @@ Task exchange_through_transit(Collective& run) {
     if (step < rounds && !sent.empty()) {
       const std::uint64_t k = step;
       co_await group.may_deposit(first + k);
-      std::byte* slot = group.transit(me, first + k);
-      for (int rank = 0; rank < static_cast<int>(lanes); ++rank) {
-        if (is_personal && rank == me) {
-          continue;
-        }
-        const Block block = sent[rank];
+      std::byte* slot = deposit_of(group, call.kind, me, first + k);
+      for (int turn = 1; turn <= lanes; ++turn) {
+        const int rank = (me + turn) % run.size();
+        const Block block = sent[has_lanes ? rank : 0];
         const Slice part = piece(block.count, k);
-        run.put(slot + static_cast<std::size_t>(rank) * lane_bytes,
-                block.data + run.bytes(part.begin), part.count);
+        run.put(slot + lane_of(me, rank), block.data + run.bytes(part.begin), part.count);
       }
       group.publish(&RankControl::deposited, first + k);
     }
@@ -147,8 +162,7 @@ Task exchange_through_transit(Collective& run) {
         co_await group.done_by_all(&RankControl::deposited, first + k);
       }
       const auto received = [&](int rank) -> const std::byte* {
-        return group.transit(rank, first + k) +
-               (is_personal ? static_cast<std::size_t>(me) * lane_bytes : 0);
+        return deposit_of(group, call.kind, rank, first + k) + lane_of(rank, me);
       };
       if (call.kind == OpKind::kReduceScatter) {
         const Slice part = piece(call.outputs[0].count, k);

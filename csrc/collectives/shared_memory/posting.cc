@@ -6,7 +6,6 @@
 
 #include "collectives/call_mismatch.h"
 #include "collectives/shared_memory/tuning.h"
-#include "collectives/wire.h"
 
 namespace pydist {
 namespace {
@@ -40,13 +39,13 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
     group.my_detail().output = places.output;
   }
   if (group.size() > 1 && (offer & (Post::kInline | Post::kEager)) != 0) {
-    const Wire wire(call.dtype, call.wire_dtype);
-    if ((offer & Post::kEager) != 0) {
+    const bool is_eager = (offer & Post::kEager) != 0;
+    if (is_eager) {
       group.prepare_transit();
     }
-    pack_blocks(contributed_blocks(group, call), group.size(), wire,
-                (offer & Post::kEager) != 0 ? group.transit(group.rank(), group.round())
-                                            : group.my_post().data(offer));
+    pack_contribution(group, call,
+                      is_eager ? deposit_of(group, call.kind, group.rank(), group.round())
+                               : group.my_post().data(offer));
   }
   if (chooses) {
     tuning->note_given();

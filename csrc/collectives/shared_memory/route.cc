@@ -180,20 +180,37 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
   return may_be_eager ? std::uint8_t{Post::kEager} : std::uint8_t{0};
 }
 
-void pack_blocks(const Blocks& blocks, int size, const Wire& wire, std::byte* slot) {
+void pack_contribution(const Group& group, const Call& call, std::byte* slot) {
+  const Blocks blocks = contributed_blocks(group, call);
   if (blocks.empty()) {
     return;
   }
-  if (blocks.is_contiguous()) {
+  const Wire wire(call.dtype, call.wire_dtype);
+  if (!is_personal(call.kind)) {
     const Buffer& buffer = blocks.buffers()[0];
     wire.put(slot, static_cast<const std::byte*>(buffer.data), buffer.count);
     return;
   }
-  for (int rank = 0; rank < size; ++rank) {
-    const Block block = blocks[rank];
+  for (int turn = 1; turn < group.size(); ++turn) {
+    const Block block = blocks[(group.rank() + turn) % group.size()];
     wire.put(slot, block.data, block.count);
     slot += wire.bytes(block.count);
   }
+}
+
+std::size_t packed_bytes(const Group& group, const Call& call) noexcept {
+  const std::size_t bytes = contributed_bytes(group, call);
+  if (bytes == 0 || !is_personal(call.kind)) {
+    return bytes;
+  }
+  return bytes -
+         contributed_blocks(group, call)[group.rank()].count * element_size(call.wire_dtype);
+}
+
+std::byte* deposit_of(const Group& group, OpKind kind, int rank, std::uint64_t round) noexcept {
+  // Where one rank alone deposits, or reads, the others' slots would only take room in its cache.
+  const bool is_mutual = !is_one_to_all(kind) && kind != OpKind::kGather;
+  return is_mutual ? group.exchanged_transit(rank, round) : group.transit(rank, round);
 }
 
 Route agreed_route(const Group& group, const Call& call) noexcept {

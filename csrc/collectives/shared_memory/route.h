@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 
 #include "collectives/call.h"
@@ -17,6 +18,11 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
 // Whether only the root has something to say; it then waits for nobody before it says it.
 [[nodiscard]] constexpr bool is_one_to_all(OpKind kind) noexcept {
   return kind == OpKind::kBroadcast || kind == OpKind::kScatter;
+}
+
+// Whether each receiver gets a block of its own from each sender.
+[[nodiscard]] constexpr bool is_personal(OpKind kind) noexcept {
+  return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
 // The blocks that other ranks need of this one, in the order in which they lie in a one-shot
@@ -45,8 +51,16 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
 // Bytes of contributed_blocks(), as they travel.
 [[nodiscard]] std::size_t contributed_bytes(const Group& group, const Call& call) noexcept;
 
-// Puts the blocks behind each other into `slot`, as they travel.
-void pack_blocks(const Blocks& blocks, int size, const Wire& wire, std::byte* slot);
+// Puts contributed_blocks() into `slot`, as they travel: where each receiver gets one of its own,
+// the others' behind each other, in the order of the ranks after this one. So of two, each writes
+// what it has read itself where they exchange their transits.
+void pack_contribution(const Group& group, const Call& call, std::byte* slot);
+// How long that is.
+[[nodiscard]] std::size_t packed_bytes(const Group& group, const Call& call) noexcept;
+
+// The slot in which `rank` deposits what `round` of an operation moves.
+[[nodiscard]] std::byte* deposit_of(const Group& group, OpKind kind, int rank,
+                                    std::uint64_t round) noexcept;
 
 // Decides from the posts. Precondition: all are posted (for a one-to-all kind: the root's).
 [[nodiscard]] Route agreed_route(const Group& group, const Call& call) noexcept;
