@@ -225,16 +225,13 @@ export TSAN_OPTIONS ?= halt_on_error=1 second_deadlock_stack=1
 .PHONY: sanitize
 sanitize: $(SANITIZERS:%=sanitize-%)  ## the C++ tests under ASan and UBSan, and under TSan
 
-# Of tests of one thread, TSan has nothing to say, and these take it long.
-WITHOUT_thread := --exclude-regex '/(ExchangeTest|RingTest)\.'
-
 .PHONY: $(SANITIZERS:%=sanitize-%)
 $(SANITIZERS:%=sanitize-%): sanitize-%: $(OUT)/.tools
 	@[ $(GTEST) = ON ] || { echo "make sanitize runs the C++ tests. $(GTEST_HINT)" >&2; exit 1; }
 	cmake -S . -B $(SANITIZED) -G Ninja -DPYDIST_SANITIZE=$* -DPYDIST_BUILD_TESTS=ON \
 	  -DPYDIST_BUILD_BENCH=ON -DPYDIST_WERROR=$(WERROR)
 	cmake --build $(SANITIZED)
-	$(FIXED_LAYOUT) $(CTEST) $(WITHOUT_$*) --test-dir $(SANITIZED)
+	$(FIXED_LAYOUT) $(CTEST) --test-dir $(SANITIZED)
 
 ##@ House-keeping
 .PHONY: lint

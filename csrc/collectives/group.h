@@ -14,7 +14,9 @@
 // Note [Reuse]: a rank overwrites nothing that a peer may still read.
 //   - A post is overwritten kPostDepth operations later, once every rank has completed the old one.
 //   - A transit slot is overwritten kTransitSlots rounds later, once every rank has consumed the
-//     old round.
+//     old round. Of two ranks it may be the other one that overwrites it: what it has written
+//     itself has been consumed by then, and where it has said so before it wrote (the senders of a
+//     gather), it goes on only after that.
 // A rank whose post n is seen has completed n-1, and has consumed every round of it. So operations
 // in which everybody waits for everybody learn both for free; only the root of a broadcast or
 // scatter, which waits for nobody, ever looks at the counters of slow ranks.
@@ -173,11 +175,13 @@ class Group {
   [[nodiscard]] std::byte* transit(int rank, std::uint64_t round) const noexcept {
     return segment_.transit(rank, round);
   }
-  // The same for operations in which all ranks deposit, and read what the others have.
+  // The same for what is deposited ahead of the posts, and for exchanges.
   //
   // Note [Transits that are exchanged]: a core writes faster to lines that it has read last than to
   // lines that another one has. So two ranks on one host exchange their transits whenever all slots
-  // have been used, and each writes where it has read kTransitSlots rounds before. See decision 11.
+  // have been used, and each writes where it has read kTransitSlots rounds before. What ranks
+  // deposit ahead, before they know whether they agree on the kind, never goes into one slot. See
+  // decision 11.
   [[nodiscard]] std::byte* exchanged_transit(int rank, std::uint64_t round) const noexcept {
     const bool is_exchanged = may_exchange_transits() && (round / kTransitSlots) % 2 != 0;
     return segment_.transit(is_exchanged ? 1 - rank : rank, round);

@@ -3,12 +3,12 @@
 //   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... |
 //
 // Everything but the record of failure has one writer, the rank that it belongs to, which also
-// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. Of two ranks
-// each writes into the other's transit as well, and the first to need any reserves both: see Note
-// [Transits that are exchanged] in group.h. For a rank on another host, its counterpart here writes
-// (communicator/peers/remote_ranks.h), and the lowest rank of this host reserves. Controls are
-// reserved when the group is made; a rank reserves its transit when it first needs it, so that a
-// group that only moves small things takes a few pages.
+// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. Of two
+// ranks each writes into the other's transit as well, and the first to need any reserves both: see
+// Note [Transits that are exchanged] in group.h. For a rank on another host, its counterpart here
+// writes (communicator/peers/remote_ranks.h), and the lowest rank of this host reserves. Controls
+// are reserved when the group is made; a rank reserves its transit when it first needs it, so that
+// a group that only moves small things takes a few pages.
 
 #pragma once
 
@@ -33,6 +33,7 @@ inline constexpr std::size_t kFirstLineBytes = 40;
 inline constexpr std::size_t kInlineBytes = 256;
 // Chunks of a rank in flight: one is written, one reduced, one read, one spare.
 inline constexpr std::size_t kTransitSlots = 4;
+inline constexpr std::size_t kLineBytes = 64;
 
 // What a rank says of the collective that it enters: its first cache line holds all but data, so
 // that a small operation costs one line a rank. Written before `sequence` is, read after.
@@ -117,7 +118,7 @@ struct RankControl {
   // Written at the end of each operation and hardly ever read: a peer's processor that fetched it
   // together with the posts would make the write wait for the line to come back.
   alignas(kPrefetchBytes) Counter completed;  // collectives
-  alignas(64) Counter deposited;              // rounds whose chunk is in this rank's transit
+  alignas(64) Counter deposited;              // rounds whose chunk this rank has written
   alignas(64) Counter reduced;                // rounds whose slice this rank has reduced
   alignas(64) Counter consumed;  // rounds in which this rank needs nobody's transit any more
   // The channel of the ring, which runs through the sender's transit.
@@ -141,6 +142,11 @@ class GroupSegment {
 
   // Backs the record of failure.
   void reserve_failure() const;
+  // So long a chunk has a line for the block of each receiver.
+  [[nodiscard]] static constexpr std::size_t least_chunk_bytes(int size) noexcept {
+    return static_cast<std::size_t>(size) * kLineBytes;
+  }
+
   // Backs one rank's control.
   void reserve_control(int rank) const;
   // Backs one rank's transit.

@@ -41,6 +41,7 @@ void Wire::put_converted(std::byte* slot, const std::byte* elements, std::size_t
   }
 }
 
+// The copy finds the result in the innermost cache.
 void Wire::combine_into_both(const Reduction& reduction, std::span<const void*> pieces,
                              std::byte* slot, std::byte* output, std::size_t count) const {
   const std::size_t per_tile = kTileBytes / wire_element_bytes_;

@@ -55,8 +55,9 @@ class Wire {
   }
 
   // Combines `pieces` in their order: pieces[own] lies in a buffer, the others as they travelled.
-  // The result goes into `slot`, as it travels, and into `output`, a buffer, which may be the very
-  // piece of this rank; one of the two may be null. `reduction` is in dtype(). Changes `pieces`.
+  // The result goes into `slot`, as it travels, which may be the very piece of another rank, and
+  // into `output`, a buffer, which may be the very piece of this rank; one of the two may be null.
+  // `reduction` is in dtype(). Changes `pieces`.
   void combine(const Reduction& reduction, std::span<const void*> pieces, std::size_t own,
                std::byte* slot, std::byte* output, std::size_t count) const {
     if (converts()) {

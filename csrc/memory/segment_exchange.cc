@@ -286,10 +286,12 @@ SegmentServer::Outlook SegmentServer::answer(const Caller& caller) {
 }
 
 // Takes the connection over, unless there are too many, or this one took the last descriptor: then
-// the next asker could not even be turned away.
+// the next asker could not even be turned away, and this process may need one to tell the others
+// that it has none.
 void SegmentServer::keep(Caller& caller) {
   const int fd = caller.connection.get();
-  if (spare_ && callers_.size() < kMostCallers && watch(ready_.get(), fd)) {
+  const bool is_another_free = bool(FileDescriptor(::fcntl(fd, F_DUPFD_CLOEXEC, 0)));
+  if (spare_ && is_another_free && callers_.size() < kMostCallers && watch(ready_.get(), fd)) {
     callers_.insert_or_assign(fd, std::move(caller));
   }
 }

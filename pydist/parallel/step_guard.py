@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from pydist import _native
-from pydist._torch import runs_uncompiled_throughout
+from pydist._torch import runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.ownership import newest_first
 
@@ -54,6 +54,7 @@ def _before_step(
         _require_averaged(optimizer, reducers)
         return None
 
+    @runs_uncompiled
     @functools.wraps(closure)
     def checked(*of_closure: Any, **named: Any) -> Any:
         checked.__dict__[_HAS_RUN] = True
@@ -105,6 +106,7 @@ def _require_concluded(optimizer: Optimizer, reducers: list[_native.Reducer]) ->
             )
 
 
+@runs_uncompiled_throughout
 def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> None:
     _require_concluded(optimizer, reducers)  # which a closure may have left
     uses_pending = not getattr(optimizer, "refuses_pending_gradients", False)
@@ -137,6 +139,7 @@ def _require_averaged(optimizer: Optimizer, reducers: list[_native.Reducer]) -> 
         )
 
 
+@runs_uncompiled_throughout
 def _concerned(optimizer: Optimizer) -> list[_native.Reducer]:
     """The reducers that average any of an optimizer's parameters.
 

@@ -505,8 +505,8 @@ class DataParallel(TorchIdioms, StandsForModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward. Talks to no other rank, but for `check_every=`."""
         args, kwargs, during = self._begin_forward(args, kwargs)
-        replicas = self._settings.replicas
         with during:
+            replicas = self._settings.replicas
             if replicas is not None:
                 outputs = replicas.run(self.module, args, kwargs)
             else:
@@ -616,6 +616,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         finally:
             reducer.holding = before
 
+    @runs_uncompiled_throughout
     def conclude_average(self) -> None:
         """Returns once gradients are averaged of a backward that ended in `holding_average()`.
 
@@ -676,6 +677,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         finally:
             reducer.weight = before
 
+    @runs_uncompiled_throughout
     def sync_gradients(self) -> None:
         """Averages gradients outside of backward: those that were not yet. All ranks call it.
 
@@ -695,6 +697,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         self._reducer.synchronize(self._finite_check.before_sync)
 
     @contextlib.contextmanager
+    @runs_uncompiled_throughout
     def join(
         self,
         divide_by_initial_world_size: bool = True,

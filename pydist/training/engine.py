@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist._torch import runs_uncompiled
+from pydist._torch import runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.clipping import clip_gradients
@@ -82,6 +82,7 @@ class Engine(DataParallel):
             f"{_OF_DEEPSPEEDS_ENGINE[name]}"
         )
 
+    @runs_uncompiled_throughout
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next call of `step` updates the parameters."""
         coming = self._backwards + (not self._is_step_expected)
@@ -95,6 +96,7 @@ class Engine(DataParallel):
         with self.no_sync(enabled=not self.is_gradient_accumulation_boundary()):
             return super().forward(*args, **kwargs)
 
+    @runs_uncompiled_throughout
     def backward(self, loss: Tensor) -> Tensor:
         """Adds a loss's part of the step's gradient. All ranks call it.
 
@@ -128,6 +130,7 @@ class Engine(DataParallel):
         """How many times the ranks have averaged gradients of this model."""
         return 0 if self._working_reducer is None else self._working_reducer.round
 
+    @runs_uncompiled_throughout
     def step(self) -> None:
         """Where enough gradients are there: clips, updates, schedules, and sets them to zero.
 

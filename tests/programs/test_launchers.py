@@ -47,7 +47,6 @@ def test_run_starts_ranks_and_passes_arguments_on(script: Path) -> None:
     assert "Setting OMP_NUM_THREADS" not in done.stderr
 
 
-@pytest.mark.thorough
 def test_run_of_a_module_with_torchruns_flags_and_meeting_place(script: Path) -> None:
     meeting = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
     flags = [*meeting, "--nnodes=1:1", "--max-restarts=0", "--nproc-per-node=2", "-m", "train"]

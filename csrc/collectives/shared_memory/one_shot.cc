@@ -2,19 +2,17 @@
 
 #include <cstddef>
 
-#include "collectives/shared_memory/route.h"
-
 namespace pydist {
 namespace {
 
 // Where `rank`'s contribution lies.
-const std::byte* contribution(const Group& group, OpKind kind, int rank) {
+const std::byte* contribution(const Group& group, int rank) {
   const Post& post = group.post(rank);
   if ((post.flags & Post::kShared) != 0) {
     return group.window(rank)->address(group.detail(rank).input);
   }
   return (post.flags & Post::kInline) != 0 ? post.data()
-                                           : deposit_of(group, kind, rank, group.round());
+                                           : group.exchanged_transit(rank, group.round());
 }
 
 // Elements in front of the block for `receiver` in `sender`'s contribution: its buffer, or what
@@ -39,16 +37,15 @@ void finish_from_contributions(Collective& run) {
   Group& group = run.group();
   const Call& call = run.call();
   const int me = run.me();
-  const auto contribution_of = [&](int rank) { return contribution(group, call.kind, rank); };
   const auto block_for_me = [&](int sender) {
-    return contribution_of(sender) + run.slot_bytes(block_offset(group, sender, me));
+    return contribution(group, sender) + run.slot_bytes(block_offset(group, sender, me));
   };
   switch (call.kind) {
     case OpKind::kAllReduce:
     case OpKind::kReduce:
       if (call.kind == OpKind::kAllReduce || run.is_root()) {
         run.reduce_pieces(
-            [&](int rank) { return rank == me ? call.inputs[0].data : contribution_of(rank); },
+            [&](int rank) { return rank == me ? call.inputs[0].data : contribution(group, rank); },
             nullptr, call.outputs[0].data, call.count);
       }
       break;
@@ -62,7 +59,7 @@ void finish_from_contributions(Collective& run) {
       if (call.kind == OpKind::kAllGather || run.is_root()) {
         for (int rank = 0; rank < run.size(); ++rank) {
           const Block block = call.outputs[rank];
-          run.copy(block.data, rank == me ? call.inputs[0].data : contribution_of(rank),
+          run.copy(block.data, rank == me ? call.inputs[0].data : contribution(group, rank),
                    block.count);
         }
       }
@@ -70,7 +67,7 @@ void finish_from_contributions(Collective& run) {
     case OpKind::kBroadcast:
       if (!call.outputs.empty()) {
         run.copy(call.outputs[0].data,
-                 run.is_root() ? call.inputs[0].data : contribution_of(call.root), call.count);
+                 run.is_root() ? call.inputs[0].data : contribution(group, call.root), call.count);
       }
       break;
     case OpKind::kScatter:

@@ -10,8 +10,6 @@
 namespace pydist {
 namespace {
 
-constexpr std::size_t kLineBytes = 64;
-
 // The largest block that any rank sends; what every rank knows from the posts.
 std::uint64_t largest_block(const Group& group, const Call& call) {
   std::uint64_t largest = 0;
@@ -118,10 +116,11 @@ Task exchange_through_transit(Collective& run) {
   const bool receives = call.kind == OpKind::kGather ? run.is_root()
                         : is_one_to_all(call.kind)   ? !run.is_root()
                                                      : true;
-  const int lanes = has_lanes ? std::max(1, run.size() - 1) : 1;
+  const int lanes = has_lanes ? run.size() - 1 : 1;
+  // Lanes begin where lines do, so that no line has two readers. There is a line for each rank, see
+  // GroupSegment::least_chunk_bytes().
   const std::size_t room = group.piece_bytes() / static_cast<std::size_t>(lanes);
-  const std::size_t per_round =
-      (room < kLineBytes ? room : room / kLineBytes * kLineBytes) / run.slot_element_bytes();
+  const std::size_t per_round = room / kLineBytes * kLineBytes / run.slot_element_bytes();
   const std::size_t lane_bytes = run.slot_bytes(per_round);
   const std::uint64_t rounds = (largest_block(group, call) + per_round - 1) / per_round;
   const std::uint64_t first = group.round();
@@ -145,7 +144,7 @@ Task exchange_through_transit(Collective& run) {
     if (step < rounds && !sent.empty()) {
       const std::uint64_t k = step;
       co_await group.may_deposit(first + k);
-      std::byte* slot = deposit_of(group, call.kind, me, first + k);
+      std::byte* slot = group.exchanged_transit(me, first + k);
       for (int turn = 1; turn <= lanes; ++turn) {
         const int rank = (me + turn) % run.size();
         const Block block = sent[has_lanes ? rank : 0];
@@ -162,7 +161,7 @@ Task exchange_through_transit(Collective& run) {
         co_await group.done_by_all(&RankControl::deposited, first + k);
       }
       const auto received = [&](int rank) -> const std::byte* {
-        return deposit_of(group, call.kind, rank, first + k) + lane_of(rank, me);
+        return group.exchanged_transit(rank, first + k) + lane_of(rank, me);
       };
       if (call.kind == OpKind::kReduceScatter) {
         const Slice part = piece(call.outputs[0].count, k);

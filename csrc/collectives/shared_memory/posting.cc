@@ -44,7 +44,7 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
       group.prepare_transit();
     }
     pack_contribution(group, call,
-                      is_eager ? deposit_of(group, call.kind, group.rank(), group.round())
+                      is_eager ? group.exchanged_transit(group.rank(), group.round())
                                : group.my_post().data(offer));
   }
   if (chooses) {

@@ -207,12 +207,6 @@ std::size_t packed_bytes(const Group& group, const Call& call) noexcept {
          contributed_blocks(group, call)[group.rank()].count * element_size(call.wire_dtype);
 }
 
-std::byte* deposit_of(const Group& group, OpKind kind, int rank, std::uint64_t round) noexcept {
-  // Where one rank alone deposits, or reads, the others' slots would only take room in its cache.
-  const bool is_mutual = !is_one_to_all(kind) && kind != OpKind::kGather;
-  return is_mutual ? group.exchanged_transit(rank, round) : group.transit(rank, round);
-}
-
 Route agreed_route(const Group& group, const Call& call) noexcept {
   const bool root_alone = is_one_to_all(call.kind);
   bool all_symmetric = true;

@@ -25,8 +25,7 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
   return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
-// The blocks that other ranks need of this one, in the order in which they lie in a one-shot
-// slot; none where nobody needs anything.
+// The blocks that other ranks need of this one; none where nobody needs anything.
 [[nodiscard]] Blocks contributed_blocks(const Group& group, const Call& call) noexcept;
 
 // Where peers find this rank's buffers in the symmetric heap; both 0 unless all of the buffers that
@@ -57,10 +56,6 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
 void pack_contribution(const Group& group, const Call& call, std::byte* slot);
 // How long that is.
 [[nodiscard]] std::size_t packed_bytes(const Group& group, const Call& call) noexcept;
-
-// The slot in which `rank` deposits what `round` of an operation moves.
-[[nodiscard]] std::byte* deposit_of(const Group& group, OpKind kind, int rank,
-                                    std::uint64_t round) noexcept;
 
 // Decides from the posts. Precondition: all are posted (for a one-to-all kind: the root's).
 [[nodiscard]] Route agreed_route(const Group& group, const Call& call) noexcept;

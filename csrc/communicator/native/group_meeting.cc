@@ -5,6 +5,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -56,7 +57,9 @@ class Meeting {
         options_(options),
         processes_(options.processes.empty() ? strangers(size) : options.processes),
         topic_(topic_of(options.name)),
-        chunk_bytes_(round_up(options.environment.chunk_bytes, page_bytes())),
+        chunk_bytes_(round_up(
+            std::max(options.environment.chunk_bytes, GroupSegment::least_chunk_bytes(size)),
+            page_bytes())),
         deadline_(Deadline::in(options.environment.timeout)),
         secret_(options.secret, options.environment.job_secret) {
     PYDIST_CHECK(processes_.size() == static_cast<std::size_t>(size));

@@ -462,6 +462,16 @@ TEST(SegmentExchangeTest, AServerWithoutDescriptorsKeepsNobody) {
   EXPECT_FALSE(early.send("nonce key signature", 0));
 }
 
+// It may be what the process needs to tell the others that it has come to the end of them.
+TEST(SegmentExchangeTest, AServerKeepsNobodyWithTheLastDescriptor) {
+  SegmentServer server;
+  const SharedSegment segment = SharedSegment::create("last", 4096);
+  const Stranger idle = caller_of(server.address());
+  const FewDescriptors one(1);
+  server.serve();
+  EXPECT_TRUE(FileDescriptor(::dup(segment.fd())));
+}
+
 TEST(SegmentExchangeTest, ManyWhoNeverAskTakeFewDescriptorsAndKeepNobodyOut) {
   SegmentServer server;
   const SharedSegment segment = SharedSegment::create("key", 4096);

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -156,13 +157,14 @@ def test_an_error_says_which_of_its_values_is_from_the_configuration() -> None:
 
 
 def sets_a_variable_later(file: str) -> list[Any]:
-    os.environ["PYDIST_TIMEOUT"] = "5"
-    pydist.init()
-    seen = [sources()["engine.timeout"], pydist.job.current.job.membership.communicator.timeout]
-    pydist.init(config={"model": {"reduction": "mean"}})
-    pydist.init(config=file)  # says 77, and the variable goes before it
-    pydist.shutdown()
-    return [*seen, os.environ.pop("PYDIST_TIMEOUT")]
+    with mock.patch.dict(os.environ):
+        os.environ["PYDIST_TIMEOUT"] = "5"
+        pydist.init()
+        seen = [sources()["engine.timeout"], pydist.job.current.job.membership.communicator.timeout]
+        pydist.init(config={"model": {"reduction": "mean"}})
+        pydist.init(config=file)  # says 77, and the variable goes before it
+        pydist.shutdown()
+        return [*seen, os.environ["PYDIST_TIMEOUT"]]
 
 
 def test_a_variable_that_the_program_sets_counts_and_stays(fresh: Ranks, file: str) -> None:

@@ -1,6 +1,5 @@
 """`torch.compile`, around the wrapper and inside it, and TorchScript."""
 
-import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -241,63 +240,113 @@ def test_compiled_graphs_that_differ_between_ranks(run: Runner) -> None:
 
 
 class Normalized(nn.Module):
-    def __init__(self) -> None:
+    """One layer, followed by another, and a buffer that ranks exchange."""
+
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.norm = pydist.SyncBatchNorm(4)
+        self.norm = norm
+        self.register_buffer("changed", torch.ones(2))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.norm(self.layer(x))
         return out
 
 
-def functions_compiled(made: str) -> set[str]:
-    """Of ours, in steps that are compiled whole."""
-    rank, _ = joined()
-    torch._dynamo.reset()
-    torch._dynamo.utils.clear_compilation_metrics()
-    torch.manual_seed(0)
-    module = Normalized() if made == "synchronized" else nn.Sequential(nn.Linear(4, 4))
-    module.register_buffer("changed", torch.ones(2))
-    model: Any = pydist.DataParallel(module)
+def step_of_an_engine() -> Callable[[Tensor], None]:
+    make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+    config = {"training": {"accumulation_steps": 2}}
+    engine: Any = pydist.initialize(Normalized(nn.Identity()), make, config=config)[0]
+
+    def train(x: Tensor) -> None:
+        for _ in range(2):
+            engine.backward(engine(x).square().mean())
+            engine.step()
+
+    return train
+
+
+def step_of(made: str) -> Callable[[Tensor], None]:
+    if made == "engine":
+        return step_of_an_engine()
+    norm = pydist.SyncBatchNorm(4) if made == "synchronized" else nn.Identity()
+    model: Any = pydist.DataParallel(Normalized(norm))
+    trained: Any = copy.deepcopy(model) if made == "copied" else model
     optimizer: Any = (
         pydist.ShardedOptimizer(model, torch.optim.AdamW, stage=2)
         if made == "sharded"
-        else torch.optim.SGD(model.parameters(), lr=0.1)
+        else torch.optim.SGD(trained.parameters(), lr=0.1)
     )
-    trained: Any = copy.deepcopy(model) if made == "copied" else model
+
+    def go_backward(x: Tensor) -> Tensor:
+        loss: Tensor = trained(x).square().mean()
+        loss.backward()
+        return loss
 
     def train(x: Tensor) -> None:
         optimizer.zero_grad()
         if made == "accumulated":
             with trained.no_sync():
-                trained(x).square().mean().backward()
-        with trained.weighted(2.0) if made == "weighted" else contextlib.nullcontext():
-            trained(x).square().mean().backward()
+                go_backward(x)
+            trained.sync_gradients()
+        elif made == "weighted":
+            with trained.weighted(2.0):
+                go_backward(x)
+        elif made != "closure":
+            go_backward(x)
         if made == "sharded":
             optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
+        optimizer.step(*([lambda: go_backward(x)] if made == "closure" else []))
 
-    compiled: Any = torch.compile(train, backend="eager")
+    return train
+
+
+def functions_compiled(made: str) -> tuple[set[str], set[str]]:
+    """Of the test's, and of ours, in steps that are compiled whole."""
+    rank, _ = joined()
+    torch._dynamo.reset()
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch.manual_seed(0)
+    compiled: Any = torch.compile(step_of(made), backend="eager")
     for step in range(2):
         compiled(batch(rank, 5, 4, step=step).float())
-    metrics = torch._dynamo.utils.get_compilation_metrics()
-    assert any(each.co_filename == __file__ for each in metrics)
     ours = str(Path(pydist.__file__).parent)
-    return {each.co_name for each in metrics if (each.co_filename or "").startswith(ours)}
+    metrics = torch._dynamo.utils.get_compilation_metrics()
+    names = [(each.co_filename or "", each.co_name or "") for each in metrics]
+    return (
+        {name for file, name in names if file == __file__},
+        {name for file, name in names if file.startswith(ours)},
+    )
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"),
-    [
-        *((made, set()) for made in ("copied", "sharded", "accumulated", "weighted")),
-        # The layer's choice of what to do in training; outside of it, it is compiled whole.
-        ("synchronized", {"forward"}),
-    ],
+    "made", ["copied", "sharded", "accumulated", "weighted", "closure", "engine"]
 )
-def test_nothing_of_ours_is_compiled(run: Runner, made: str, expected: set[str]) -> None:
-    for names in run(functions_compiled, made):
-        assert {name for name in names if "resume_in_forward" not in name} == expected
+def test_the_models_code_is_compiled_and_none_of_ours(run: Runner, made: str) -> None:
+    for of_test, of_pydist in run(functions_compiled, made):
+        assert "forward" in of_test
+        assert of_pydist == set()
+
+
+def test_of_a_layer_that_synchronizes_the_choice_is_compiled(run: Runner) -> None:
+    for of_test, of_pydist in run(functions_compiled, "synchronized"):
+        assert "forward" in of_test
+        resumed = {name for name in of_pydist if name.startswith("torch_dynamo_resume_in_forward")}
+        assert of_pydist - resumed == {"forward"}
+
+
+def evaluate_compiled() -> None:
+    joined()
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Normalized(pydist.SyncBatchNorm(4)).eval()
+    compiled: Any = torch.compile(module, backend="eager", fullgraph=True)
+    x = torch.ones(3, 4)
+    assert torch.equal(compiled(x), module(x))
+
+
+def test_a_layer_that_synchronizes_is_compiled_whole_in_evaluations(run: Runner) -> None:
+    run(evaluate_compiled)
 
 
 # --- overlap -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@
 #include <tuple>
 
 #include "collective_case.h"
+#include "collectives/shared_memory/route.h"
 #include "ranks.h"
 #include "run_cases.h"
 
@@ -132,9 +133,11 @@ TEST_P(NativeConformance, CrossesChunks) {
   std::uint64_t seed = 4 << 20;
   // Around one chunk, and around as many as are in flight.
   for (const OpKind kind : kDataKinds) {
-    const std::size_t lanes = has_blocks(kind) ? static_cast<std::size_t>(size()) : 1;
+    const std::size_t lanes =
+        is_personal(kind) && size() > 1 ? static_cast<std::size_t>(size() - 1) : 1;
+    const std::size_t lane_bytes = kSmallChunkBytes / lanes / kLineBytes * kLineBytes;
     for (const std::size_t chunks : {1, 2, 4, 5, 9}) {
-      const std::size_t exact = chunks * kSmallChunkBytes / 2 / lanes;
+      const std::size_t exact = chunks * lane_bytes / element_size(DType::kBFloat16);
       for (const std::size_t count : {exact - 1, exact, exact + 1}) {
         cases.push_back(make_case(kind, DType::kBFloat16, ReduceOp::kMean, count, ++seed));
       }
