@@ -20,6 +20,7 @@
 #include "base/dtype.h"
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
+#include "collectives/slices.h"
 #include "health/condition.h"
 #include "health/failure_record.h"
 #include "memory/shared_segment.h"
@@ -33,7 +34,6 @@ inline constexpr std::size_t kFirstLineBytes = 40;
 inline constexpr std::size_t kInlineBytes = 256;
 // Chunks of a rank in flight: one is written, one reduced, one read, one spare.
 inline constexpr std::size_t kTransitSlots = 4;
-inline constexpr std::size_t kLineBytes = 64;
 
 // What a rank says of the collective that it enters: its first cache line holds all but data, so
 // that a small operation costs one line a rank. Written before `sequence` is, read after.

@@ -7,6 +7,9 @@
 
 namespace pydist {
 
+// Of a cache.
+inline constexpr std::size_t kLineBytes = 64;
+
 // A run of elements of a buffer.
 struct Slice {
   std::size_t begin = 0;
@@ -18,7 +21,6 @@ struct Slice {
 class Slices {
  public:
   Slices(std::size_t count, int size, std::size_t element_bytes) noexcept : count_(count) {
-    constexpr std::size_t kLineBytes = 64;
     const std::size_t line = std::max<std::size_t>(1, kLineBytes / element_bytes);
     const auto parts = static_cast<std::size_t>(size);
     const std::size_t lines = (count + line - 1) / line;
