@@ -4,11 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "collective_case.h"
+#include "collectives/group_segment.h"
 #include "communicator/native/native_communicator.h"
 #include "ranks.h"
 
@@ -173,6 +175,30 @@ TEST(NativeFailureTest, RootThatHasLeftLearnsOfAMismatchAtItsNextCall) {
     EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch) << describe(error).message;
     EXPECT_PRED2(contains, describe(error).message, "10 elements");
     EXPECT_PRED2(contains, describe(error).message, "11 elements");
+  }
+}
+
+// Both have deposited before they know: never in one place, in whatever round that is.
+TEST(NativeFailureTest, TwoRanksMayDisagreeInAnyRound) {
+  for (std::uint64_t rounds = 0; rounds < 2 * kTransitSlots; ++rounds) {
+    const auto errors = collect_errors(2, [rounds](RankOfTest& self) {
+      std::vector<int> values(1'000, self.rank);
+      for (std::uint64_t round = 0; round < rounds; ++round) {
+        self.communicator->run(all_reduce(values));
+      }
+      const std::vector<int> before = values;
+      try {
+        self.communicator->run(self.rank == 0 ? all_reduce(values) : broadcast(values, 1, true));
+        self.communicator->run(barrier());
+      } catch (...) {
+        EXPECT_EQ(values, before) << "data was touched after " << rounds << " rounds";
+        throw;
+      }
+    });
+    for (const auto& error : errors) {
+      ASSERT_NE(error, nullptr);
+      EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch) << describe(error).message;
+    }
   }
 }
 
