@@ -41,9 +41,20 @@ bool exchanges_in_place(const Call& call) noexcept {
   });
 }
 
+bool usually_goes_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
+  return bytes <=
+         one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+}
+
+// Two ranks combine what is staged in lines that they have read last (decision 11). Reading each
+// other's buffers is quicker once those no longer fit into a core's cache.
+bool is_quicker_staged(const Group& group, const Call& call, std::size_t bytes) noexcept {
+  constexpr std::size_t kCachedBytes = std::size_t{1} << 20;
+  return group.size() == 2 && call.kind == OpKind::kAllReduce && bytes <= kCachedBytes;
+}
+
 bool may_go_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  const bool usually =
-      bytes <= one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+  const bool usually = usually_goes_ahead(group, call, bytes);
   const Tuning* const tuning = group.tuning();
   return tuning == nullptr ? usually : tuning->goes_ahead(call, bytes, usually);
 }
@@ -169,8 +180,10 @@ std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
     if (places.input != 0 && places.output != 0) {
       return Post::kSymmetric;
     }
-    // What goes ahead is read by then, and nobody has to wait until others have read it.
-    if (!may_be_eager) {
+    // What goes ahead is read by then, and nobody has to wait until others have read it. Nor where
+    // the tuner tries, or has chosen, pieces for what usually goes ahead: those are of staged data.
+    if (!may_be_eager && !usually_goes_ahead(group, call, bytes) &&
+        !is_quicker_staged(group, call, bytes)) {
       const PostDetail shared = places_in_allocations(group, call);
       if (shared.input != 0 && shared.output != 0) {
         return Post::kShared;
