@@ -8,7 +8,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
@@ -33,6 +32,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "few_descriptors.h"
 #include "memory/shared_segment.h"
 #include "threads_as_ranks.h"
 
@@ -41,6 +41,7 @@ namespace {
 
 using std::chrono::milliseconds;
 using std::chrono::seconds;
+using testing::FewDescriptors;
 
 const JobSecret kSecret(std::string(32, 's'));
 
@@ -301,37 +302,6 @@ std::size_t open_descriptors() {
   const std::filesystem::directory_iterator all("/proc/self/fd");
   return static_cast<std::size_t>(std::distance(begin(all), end(all)));
 }
-
-int highest_descriptor() {
-  int highest = -1;
-  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-    highest = std::max(highest, std::stoi(entry.path().filename()));
-  }
-  return highest;
-}
-
-// For as long as it lives, this process can have only so many more descriptors.
-class FewDescriptors {
- public:
-  explicit FewDescriptors(int left) {
-    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &usual_), 0);
-    // No number below the last one is free then.
-    const int highest = highest_descriptor();
-    do {
-      taken_.emplace_back(::open("/dev/null", O_RDONLY));
-      PYDIST_CHECK(taken_.back());
-    } while (taken_.back().get() < highest);
-    const rlimit few{static_cast<rlim_t>(taken_.back().get() + 1 + left), usual_.rlim_max};
-    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
-  }
-  FewDescriptors(const FewDescriptors&) = delete;
-  FewDescriptors& operator=(const FewDescriptors&) = delete;
-  ~FewDescriptors() { EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &usual_), 0); }
-
- private:
-  rlimit usual_{};
-  std::vector<FileDescriptor> taken_;
-};
 
 TEST(SegmentExchangeTest, TheServerTakesNoDescriptors) {
   SegmentServer server;

@@ -3,15 +3,12 @@
 
 #include <gtest/gtest.h>
 
-#include <fcntl.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
@@ -22,7 +19,7 @@
 
 #include "communicator/native/native_communicator.h"
 #include "communicator/peers/introduction.h"
-#include "memory/file_descriptor.h"
+#include "few_descriptors.h"
 #include "rank_processes.h"
 #include "topology/rendezvous.h"
 
@@ -203,32 +200,6 @@ TEST(NativeRetriesTest, ThreadsThatSplitTheSameRanksMeetOneByOne) {
   });
 }
 
-// Leaves no descriptor, but those of `spare`.
-class NoDescriptors {
- public:
-  explicit NoDescriptors(int spare) {
-    EXPECT_EQ(::getrlimit(RLIMIT_NOFILE, &usual_), 0);
-    // No number below the highest is free.
-    int highest = 0;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
-      highest = std::max(highest, std::stoi(entry.path().filename()));
-    }
-    do {
-      taken_.emplace_back(::fcntl(0, F_DUPFD_CLOEXEC, 0));
-    } while (taken_.back() && taken_.back().get() < highest);
-    rlimit limit = usual_;
-    limit.rlim_cur = static_cast<rlim_t>(taken_.back().get() + 1 + spare);
-    EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &limit), 0);
-  }
-  NoDescriptors(const NoDescriptors&) = delete;
-  NoDescriptors& operator=(const NoDescriptors&) = delete;
-  ~NoDescriptors() { EXPECT_EQ(::setrlimit(RLIMIT_NOFILE, &usual_), 0); }
-
- private:
-  rlimit usual_{};
-  std::vector<FileDescriptor> taken_;
-};
-
 // Ranks that are processes meet in the store before and after an attempt. `argument`: the culprit,
 // and how many descriptors it still has.
 void meet(RankOfTest& self, const std::string& where) {
@@ -244,10 +215,10 @@ const RankProgram without_descriptors("without descriptors", [](RankOfTest& self
   for (const int spare : {1, 2, 4}) {  // a store of files needs one when it is asked
     meet(self, join("before ", spare));
     {
-      std::unique_ptr<NoDescriptors> none;
+      std::unique_ptr<FewDescriptors> few;
       const auto split = [&] { static_cast<void>(self.communicator->split(all_ranks(self.size))); };
       if (self.rank == culprit) {
-        none = std::make_unique<NoDescriptors>(spare);
+        few = std::make_unique<FewDescriptors>(spare);
       }
       expect_failure_of(culprit, split, "Too many open files");
     }
