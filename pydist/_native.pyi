@@ -666,7 +666,7 @@ class TunedClass:
     """
     Collectives that are tuned together, and what was the fastest of them.
     """
-    def __init__(self, kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, piece_bytes: typing.SupportsInt | typing.SupportsIndex, streams: bool, times_us: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, bool, typing.SupportsFloat | typing.SupportsIndex]]) -> None:
+    def __init__(self, kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, way: tuple[typing.SupportsInt | typing.SupportsIndex, bool, bool], times_us: collections.abc.Sequence[tuple[tuple[typing.SupportsInt | typing.SupportsIndex, bool, bool], typing.SupportsFloat | typing.SupportsIndex]]) -> None:
         """
         Raises pydist.InvalidUsage where a value makes no sense.
         """
@@ -689,22 +689,17 @@ class TunedClass:
         ordinary, converted (elements travel in another type) or symmetric.
         """
     @property
-    def piece_bytes(self) -> int:
-        """
-        What a rank moves through transit memory at a time; 0 where nothing goes in pieces.
-        """
-    @property
     def ranks(self) -> int:
         ...
     @property
-    def streams(self) -> bool:
+    def times_us(self) -> list[tuple[tuple[int, bool, bool], float]]:
         """
-        Whether results are stored past the caches.
+        Of candidates that were timed: the way, and µs.
         """
     @property
-    def times_us(self) -> list[tuple[int, bool, float]]:
+    def way(self) -> tuple[int, bool, bool]:
         """
-        Of candidates that were timed: bytes of a piece, whether stores stream, and µs.
+        What a rank moves through transit memory at a time, 0 where nothing goes in pieces; whether results are stored past the caches; and whether ranks read each other's memory through the kernel.
         """
 def abort_all(message: str, cause: str) -> None:
     """
@@ -838,9 +833,9 @@ def told_addresses(address: str | None) -> list[str]:
     """
     The addresses that other hosts are told to connect to: those of PYDIST_INTERFACE; without it `address`, by which the job is reached, or all where that is None.
     """
-def tuning_candidates(kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, bool]]:
+def tuning_candidates(kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex) -> list[tuple[int, bool, bool]]:
     """
-    What there is to choose from under the variables as they are, the usual way first: bytes of a piece, and whether stores stream.
+    What there is to choose from under the variables as they are, and where the system lets ranks read each other's memory, the usual way first; as TunedClass.way.
     """
 def tuning_table() -> list[TunedClass]:
     """

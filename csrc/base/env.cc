@@ -51,6 +51,10 @@ constexpr std::array kVariables = {
                         "Whether collectives between the ranks of a host are timed, to move data "
                         "in the way that is fastest here, and begin with what earlier jobs found; "
                         "uncached begins with nothing and keeps nothing. The same on every rank."},
+    EnvironmentVariable{"PYDIST_SINGLE_COPY", "on | off", "on",
+                        "Whether ranks of a host read each other's ordinary tensors through the "
+                        "kernel, where it lets all of them, in collectives that only copy. Off on "
+                        "one rank is off on all."},
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "524288",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
                         "heap, and sends at a time to another host, there no more than 524288. The "
@@ -95,6 +99,7 @@ constexpr std::array<std::string_view, 15> kLogSubsystems = {
 constexpr std::array<std::string_view, 4> kBackends = {"auto", "native", "nccl", "gloo"};
 constexpr std::array<std::string_view, 3> kAlgorithms = {"auto", "direct", "ring"};
 constexpr std::array<std::string_view, 3> kTuningChoices = {"on", "uncached", "off"};
+constexpr std::array<std::string_view, 2> kOffOrOn = {"off", "on"};
 constexpr std::array<std::string_view, 4> kLogLevels = {"error", "warning", "info", "debug"};
 constexpr std::array<std::string_view, 4> kInstructionSets = {"portable", "avx2", "avx512", "neon"};
 
@@ -256,6 +261,9 @@ Environment Environment::read() {
   }
   if (const auto value = lookup("PYDIST_TUNING")) {
     environment.tuning = parse_name<TuningChoice>(kTuningChoices, *value, "PYDIST_TUNING");
+  }
+  if (const auto value = lookup("PYDIST_SINGLE_COPY")) {
+    environment.single_copy = place_of_name(kOffOrOn, *value, "PYDIST_SINGLE_COPY") == 1;
   }
   read_whole("PYDIST_CHUNK_BYTES", 4096, 16777216, environment.chunk_bytes);
   environment.pins_chunk = lookup("PYDIST_CHUNK_BYTES").has_value();

@@ -83,6 +83,8 @@ struct Environment {
   // many as pay on most machines (collectives/shared_memory/route.h).
   std::optional<std::size_t> one_shot_bytes;
   TuningChoice tuning = TuningChoice::kOn;
+  // Whether ranks may read each other's memory through the kernel (memory/process_memory.h).
+  bool single_copy = true;
   // Bytes of a slot that device tensors pass through where the backend moves host memory.
   std::size_t staging_bytes = std::size_t{4} << 20;
   // How long a peer's heartbeat may be stale before a warning.

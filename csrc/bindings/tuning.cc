@@ -23,8 +23,8 @@ namespace {
 // The largest that PYDIST_CHUNK_BYTES may be.
 constexpr std::size_t kLargestPieceBytes = std::size_t{16} << 20;
 
-// Bytes of a piece and whether stores stream, with a time in µs.
-using TimedChoice = std::tuple<std::uint32_t, bool, double>;
+// Bytes of a piece, whether stores stream, and whether there is a single copy.
+using Way = std::tuple<std::uint32_t, bool, bool>;
 
 struct TunedClass {
   TuningKey key;
@@ -43,16 +43,25 @@ TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::s
           size_class_of(bytes)};
 }
 
-TunedClass tuned_class(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes,
-                       std::size_t piece_bytes, bool streams,
-                       const std::vector<TimedChoice>& times_us) {
+Choice choice_of(const Way& way) {
+  const auto [piece_bytes, streams, single_copy] = way;
   if (piece_bytes > kLargestPieceBytes) {
-    throw InvalidUsage(join("piece_bytes=", piece_bytes, ": at most ", kLargestPieceBytes, "."));
+    throw InvalidUsage(
+        join("a way in pieces of ", piece_bytes, " bytes: at most ", kLargestPieceBytes, "."));
   }
+  return {piece_bytes, streams, single_copy};
+}
+
+Way way_of(const Choice& choice) {
+  return {choice.piece_bytes, choice.streams, choice.single_copy};
+}
+
+TunedClass tuned_class(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes,
+                       const Way& way, const std::vector<std::pair<Way, double>>& times_us) {
   TunedClass result{key_of(kind, memory, ranks, bytes), {}};
-  result.entry.choice = {static_cast<std::uint32_t>(piece_bytes), streams};
-  for (const auto& [piece, each_streams, time_us] : times_us) {
-    result.entry.times_us.emplace_back(Choice{piece, each_streams}, time_us);
+  result.entry.choice = choice_of(way);
+  for (const auto& [each, time_us] : times_us) {
+    result.entry.times_us.emplace_back(choice_of(each), time_us);
   }
   return result;
 }
@@ -73,15 +82,14 @@ void replace_tuning_table(const std::vector<TunedClass>& classes) {
   TuningTable::of_process().replace(std::move(entries));
 }
 
-std::vector<std::pair<std::uint32_t, bool>> tuning_candidates(KindArgument kind,
-                                                              const std::string& memory, int ranks,
-                                                              std::size_t bytes) {
+std::vector<Way> tuning_candidates(KindArgument kind, const std::string& memory, int ranks,
+                                   std::size_t bytes) {
   const Environment environment = Environment::read();
   const TuningLimits limits{round_up(environment.chunk_bytes, page_bytes()), environment.pins_chunk,
-                            environment.one_shot_bytes};
-  std::vector<std::pair<std::uint32_t, bool>> result;
+                            environment.one_shot_bytes, environment.single_copy};
+  std::vector<Way> result;
   for (const Choice& choice : candidates_for(key_of(kind, memory, ranks, bytes), limits)) {
-    result.emplace_back(choice.piece_bytes, choice.streams);
+    result.push_back(way_of(choice));
   }
   return result;
 }
@@ -92,7 +100,7 @@ void bind_tuning(py::module_& module) {
   py::class_<TunedClass>(module, "TunedClass",
                          "Collectives that are tuned together, and what was the fastest of them.")
       .def(py::init(&tuned_class), py::arg("kind"), py::arg("memory"), py::arg("ranks"),
-           py::arg("bytes"), py::arg("piece_bytes"), py::arg("streams"), py::arg("times_us"),
+           py::arg("bytes"), py::arg("way"), py::arg("times_us"),
            "Raises pydist.InvalidUsage where a value makes no sense.")
       .def_property_readonly(
           "kind", [](const TunedClass& self) { return std::string(to_string(self.key.kind)); })
@@ -104,21 +112,20 @@ void bind_tuning(py::module_& module) {
           "bytes", [](const TunedClass& self) { return top_of(self.key.size_class); },
           "The most that a rank contributes; more than half of that.")
       .def_property_readonly(
-          "piece_bytes", [](const TunedClass& self) { return self.entry.choice.piece_bytes; },
-          "What a rank moves through transit memory at a time; 0 where nothing goes in pieces.")
-      .def_property_readonly(
-          "streams", [](const TunedClass& self) { return self.entry.choice.streams; },
-          "Whether results are stored past the caches.")
+          "way", [](const TunedClass& self) { return way_of(self.entry.choice); },
+          "What a rank moves through transit memory at a time, 0 where nothing goes in pieces; "
+          "whether results are stored past the caches; and whether ranks read each other's memory "
+          "through the kernel.")
       .def_property_readonly(
           "times_us",
           [](const TunedClass& self) {
-            std::vector<TimedChoice> times;
+            std::vector<std::pair<Way, double>> times;
             for (const auto& [choice, time_us] : self.entry.times_us) {
-              times.emplace_back(choice.piece_bytes, choice.streams, time_us);
+              times.emplace_back(way_of(choice), time_us);
             }
             return times;
           },
-          "Of candidates that were timed: bytes of a piece, whether stores stream, and µs.")
+          "Of candidates that were timed: the way, and µs.")
       .def_property_readonly(
           "is_learnt", [](const TunedClass& self) { return self.entry.is_learnt; },
           "By this process, with all candidates to choose from.");
@@ -127,8 +134,8 @@ void bind_tuning(py::module_& module) {
              "Has groups that are made from now on begin with that, and forgets all else.");
   module.def("tuning_candidates", &tuning_candidates, py::arg("kind"), py::arg("memory"),
              py::arg("ranks"), py::arg("bytes"),
-             "What there is to choose from under the variables as they are, the usual way first: "
-             "bytes of a piece, and whether stores stream.");
+             "What there is to choose from under the variables as they are, and where the system "
+             "lets ranks read each other's memory, the usual way first; as TunedClass.way.");
 }
 
 }  // namespace pydist

@@ -126,27 +126,40 @@ void check_way(const Group& group, const Call& call, int peer) {
   const std::uint64_t bytes =
       std::min(total, kMostElementsOfABuffer) * element_size(call.wire_dtype);
   bool makes_sense = total < kMostElementsOfABuffer;
-  if ((post.flags & Post::kInline) != 0) {
-    makes_sense &= bytes <= ((post.flags & Post::kBehind) != 0 ? kInlineBytes : kFirstLineBytes);
-  }
-  if ((post.flags & Post::kEager) != 0) {
-    makes_sense &= bytes <= group.chunk_bytes();
-  }
-  if ((post.flags & Post::kSymmetric) != 0) {
-    const PostDetail& detail = group.detail(peer);
-    // An all_gather is gathered where all blocks lie.
-    const std::uint64_t span =
-        call.kind == OpKind::kAllGather ? call.outputs.total() * element_size(call.dtype) : bytes;
-    // What does not send posts no places in a broadcast, and nobody asks for them.
-    const bool is_read = call.kind != OpKind::kBroadcast || peer == call.root;
-    makes_sense &=
-        !is_read || (group.heap().has(detail.input, span) && group.heap().has(detail.output, span));
-  }
-  if ((post.flags & Post::kShared) != 0) {
-    const PostDetail& detail = group.detail(peer);
-    const HeapWindow* const window = group.window(peer);
-    makes_sense &= window != nullptr && window->has(detail.input, bytes) &&
-                   (call.kind != OpKind::kAllReduce || window->has(detail.output, bytes));
+  const PostDetail& detail = group.detail(peer);
+  switch (post.offer()) {
+    case Offer::kInPieces:
+    case Offer::kOnHostHeap:  // see buffers_on_heap()
+      break;
+    case Offer::kInFirstLine:
+      makes_sense &= bytes <= kFirstLineBytes;
+      break;
+    case Offer::kInLines:
+      makes_sense &= bytes <= kInlineBytes;
+      break;
+    case Offer::kEager:
+      makes_sense &= bytes <= group.chunk_bytes();
+      break;
+    case Offer::kSymmetric: {
+      // An all_gather is gathered where all blocks lie.
+      const std::uint64_t span =
+          call.kind == OpKind::kAllGather ? call.outputs.total() * element_size(call.dtype) : bytes;
+      // What does not send posts no places in a broadcast, and nobody asks for them.
+      const bool is_read = call.kind != OpKind::kBroadcast || peer == call.root;
+      makes_sense &= !is_read || (group.heap().has(detail.input, span) &&
+                                  group.heap().has(detail.output, span));
+      break;
+    }
+    case Offer::kShared: {
+      const HeapWindow* const window = group.window(peer);
+      makes_sense &= window != nullptr && window->has(detail.input, bytes) &&
+                     (call.kind != OpKind::kAllReduce || window->has(detail.output, bytes));
+      break;
+    }
+    case Offer::kInItsProcess:
+      // Where it is no address of that process, the kernel says so.
+      makes_sense &= group.reads_processes() && !has_op(call.kind);
+      break;
   }
   if (!makes_sense) {
     throw_damaged(group, peer);

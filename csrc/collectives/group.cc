@@ -7,7 +7,7 @@ namespace pydist {
 Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
              const SymmetricHeap& heap, Announcer* announcer,
              std::optional<std::size_t> one_shot_bytes, Tuning* tuning,
-             std::vector<const HeapWindow*> windows)
+             std::vector<const HeapWindow*> windows, std::vector<ProcessMemory> processes)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
@@ -16,7 +16,8 @@ Group::Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> do
       announcer_(announcer),
       one_shot_bytes_(one_shot_bytes),
       tuning_(tuning),
-      windows_(std::move(windows)) {}
+      windows_(std::move(windows)),
+      processes_(std::move(processes)) {}
 
 Condition Group::reached_by_all(CounterOf counter, std::uint64_t target) const noexcept {
   return {segment_.control(0).*counter, segment_.control_stride(), size_, rank_, target};

@@ -2,7 +2,7 @@
 //
 // The memory is that of the ranks of one host. Where a group spans hosts, each has one, and the
 // posts of all ranks are in each: an Announcer carries them there. Counters, transit and heap are
-// for the ranks of the host alone, but for what is sent ahead with a post (Post::kEager).
+// for the ranks of the host alone, but for what is sent ahead with a post (Offer::kEager).
 //
 // Every rank runs the same collectives in the same order. Operation n of a group is announced by a
 // post; all further coordination is by counters that only grow:
@@ -36,6 +36,7 @@
 #include "health/condition.h"
 #include "health/doorbell.h"
 #include "memory/heap_window.h"
+#include "memory/process_memory.h"
 #include "memory/symmetric_heap.h"
 
 namespace pydist {
@@ -58,12 +59,12 @@ class Tuning;
 class Group {
  public:
   // `doorbells` of all ranks, in rank order. `announcer`: null on one host. `one_shot_bytes`: see
-  // one_shot_limit(). `tuning`: null where nothing is tuned; it outlives the group. `windows`: of
-  // all ranks, in rank order, or none.
+  // one_shot_limit(). `tuning`: null where nothing is tuned; it outlives the group. `windows` and
+  // `processes`: of all ranks, in rank order, or none.
   Group(int rank, int size, GroupSegment segment, std::vector<Doorbell*> doorbells,
         const SymmetricHeap& heap, Announcer* announcer = nullptr,
         std::optional<std::size_t> one_shot_bytes = std::nullopt, Tuning* tuning = nullptr,
-        std::vector<const HeapWindow*> windows = {});
+        std::vector<const HeapWindow*> windows = {}, std::vector<ProcessMemory> processes = {});
 
   [[nodiscard]] int rank() const noexcept { return rank_; }
   [[nodiscard]] int size() const noexcept { return size_; }
@@ -87,6 +88,13 @@ class Group {
   // The allocation heap of a rank; null where the group has none.
   [[nodiscard]] const HeapWindow* window(int rank) const noexcept {
     return windows_.empty() ? nullptr : windows_[static_cast<std::size_t>(rank)];
+  }
+
+  // Whether each rank can read the memory of all others through the kernel.
+  [[nodiscard]] bool reads_processes() const noexcept { return !processes_.empty(); }
+  // Precondition: reads_processes().
+  [[nodiscard]] const ProcessMemory& process(int rank) const noexcept {
+    return processes_[static_cast<std::size_t>(rank)];
   }
 
   // -- operations ---------------------------------------------------------------------------
@@ -225,6 +233,7 @@ class Group {
   const std::optional<std::size_t> one_shot_bytes_;
   Tuning* const tuning_;
   const std::vector<const HeapWindow*> windows_;
+  const std::vector<ProcessMemory> processes_;
   mutable bool shares_allocations_ = false;
   bool has_transit_ = false;
   std::uint64_t sequence_ = 0;

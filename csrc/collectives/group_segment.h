@@ -35,18 +35,39 @@ inline constexpr std::size_t kInlineBytes = 256;
 // Chunks of a rank in flight: one is written, one reduced, one read, one spare.
 inline constexpr std::size_t kTransitSlots = 4;
 
+// Where a rank's data is for the others, when it posts.
+enum class Offer : std::uint8_t {
+  kInPieces,      // nowhere yet: it goes through transit once all have posted
+  kInFirstLine,   // in the post
+  kInLines,       // in the post, in the lines behind the first
+  kEager,         // in the transit slot of the operation's first round
+  kSymmetric,     // at detail.input and .output in the symmetric heap
+  kOnHostHeap,    // the same, where each host has a heap of its own
+  kShared,        // at detail.input and .output in the rank's allocation heap
+  kInItsProcess,  // at the address detail.input of the rank's process, see ProcessMemory
+};
+
+// Whether the data rides in the post.
+[[nodiscard]] constexpr bool is_inline(Offer offer) noexcept {
+  return offer == Offer::kInFirstLine || offer == Offer::kInLines;
+}
+// Whether it has been sent before anybody knows that all have posted.
+[[nodiscard]] constexpr bool is_ahead(Offer offer) noexcept {
+  return is_inline(offer) || offer == Offer::kEager;
+}
+// Whether others read it where it lies in the rank's own memory, and that alone.
+[[nodiscard]] constexpr bool is_read_in_place(Offer offer) noexcept {
+  return offer == Offer::kShared || offer == Offer::kInItsProcess;
+}
+
 // What a rank says of the collective that it enters: its first cache line holds all but data, so
 // that a small operation costs one line a rank. Written before `sequence` is, read after.
 struct alignas(128) Post {
+  // The low bits of `flags` are an Offer.
+  static constexpr std::uint8_t kOfferBits = 7;
   enum Flag : std::uint8_t {
-    kInline = 1,       // the data is in the post, see data()
-    kEager = 2,        // the data is in the transit slot of the operation's first round
-    kRagged = 4,       // block_counts is filled in
-    kSymmetric = 8,    // detail.input and detail.output lie in the symmetric heap
-    kBehind = 16,      // with kInline: the data is in `lines`, not in `first_line`
-    kOnHostHeap = 32,  // as kSymmetric, where each host has a heap of its own
-    kTuned = 64,       // detail.word says how the data moves, see Note [Who chooses]
-    kShared = 128,     // detail.input and detail.output lie in the rank's allocation heap
+    kRagged = 8,  // block_counts is filled in
+    kTuned = 16,  // detail.word says how the data moves, see Note [Who chooses]
   };
 
   Counter sequence;  // of the operation, counted from 1
@@ -71,12 +92,13 @@ struct alignas(128) Post {
     }
   }
 
-  // Where the data is in a post with such flags, which have kInline.
-  [[nodiscard]] std::byte* data(std::uint8_t its_flags) noexcept {
-    return (its_flags & kBehind) != 0 ? lines.data() : first_line.data();
+  [[nodiscard]] Offer offer() const noexcept { return static_cast<Offer>(flags & kOfferBits); }
+  // Where data lies that rides in a post which offers it so.
+  [[nodiscard]] std::byte* data(Offer its_offer) noexcept {
+    return its_offer == Offer::kInLines ? lines.data() : first_line.data();
   }
   [[nodiscard]] const std::byte* data() const noexcept {
-    return (flags & kBehind) != 0 ? lines.data() : first_line.data();
+    return offer() == Offer::kInLines ? lines.data() : first_line.data();
   }
 };
 static_assert(offsetof(Post, lines) == 64);
@@ -89,7 +111,7 @@ inline constexpr std::size_t kPostBodyBytes = sizeof(Post) - sizeof(Counter);
 
 // What the rank that chooses for all says of the way that data takes (shared_memory/tuning.h).
 struct TuningWord {
-  enum class Next : std::uint8_t { kAsBefore, kAhead, kInPieces };
+  enum class Next : std::uint8_t { kAsBefore, kAhead, kInPieces, kSingleCopy };
 
   std::uint32_t piece_bytes = 0;  // that a round of this operation moves
   std::uint8_t streams = 0;       // 1: results are stored past the caches
@@ -100,10 +122,11 @@ struct TuningWord {
 
 // What only some operations need.
 struct alignas(64) PostDetail {
-  std::uint64_t input = 0;   // HeapReference, into the heap that the flags say
-  std::uint64_t output = 0;  // likewise
-  double factor = 1.0;       // premul_sum
-  std::uint64_t total = 0;   // elements of all blocks together
+  // HeapReferences into the heap that the Offer says, or an address.
+  std::uint64_t input = 0;
+  std::uint64_t output = 0;
+  double factor = 1.0;      // premul_sum
+  std::uint64_t total = 0;  // elements of all blocks together
   TuningWord word;
 };
 static_assert(sizeof(PostDetail) == 64);
@@ -130,6 +153,9 @@ struct RankControl {
   // Set when the rank lets go of the group: to a Departure.
   alignas(64) std::atomic<std::uint32_t> has_left;
   std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
+  // Not 0 where the rank can read the memory of all others through the kernel. Written while the
+  // ranks meet.
+  std::atomic<std::uint32_t> reads_processes;
 };
 
 class GroupSegment {

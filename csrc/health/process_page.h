@@ -24,6 +24,8 @@ struct ProcessPage {
   std::atomic<std::int32_t> pid;
   // Tells this page from all others.
   std::atomic<std::uint64_t> number;
+  // Where the owner itself has `number`, for those who read there through the kernel.
+  std::atomic<std::uint64_t> number_address;
   // One more than the owner's rank in its job; 0 before it has joined.
   std::atomic<std::int32_t> rank_plus_one;
   AwaitedRank awaited;

@@ -7,8 +7,8 @@ from pydist import _native
 from pydist.benchmarks.collective_cases import Case
 from pydist.benchmarks.sizes import size_text
 
-# Bytes of a piece, and whether stores stream.
-Way = tuple[int, bool]
+# Bytes of a piece, whether stores stream, and whether there is a single copy.
+Way = tuple[int, bool, bool]
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,15 @@ def tuned_here() -> list[Tuned]:
 
 def tuned_of(each: _native.TunedClass) -> Tuned:
     """The same of one class."""
-    times = tuple(((piece, streams), us) for piece, streams, us in each.times_us)
-    way = (each.piece_bytes, each.streams)
-    return Tuned(each.kind, each.memory, each.ranks, each.bytes, way, times)
+    times = tuple(each.times_us)
+    return Tuned(each.kind, each.memory, each.ranks, each.bytes, each.way, times)
 
 
 def way_text(way: Way, memory: str) -> str:
     """ "one shot", "pieces of 128 KiB", "pieces of 512 KiB, streaming stores"."""
-    piece_bytes, streams = way
+    piece_bytes, streams, single_copy = way
+    if single_copy:
+        return "single copies"
     if memory == "symmetric":
         return "streaming stores" if streams else "cached stores"
     text = f"pieces of {size_text(piece_bytes)}" if piece_bytes else "one shot"

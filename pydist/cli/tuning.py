@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pydist import _native
 from pydist.benchmarks.sizes import size_text
-from pydist.benchmarks.tuned import Tuned, times_text, tuned_of, way_text
+from pydist.benchmarks.tuned import Tuned, Way, times_text, tuned_of, way_text
 from pydist.cli.printing import print_whole
 from pydist.config import tuning_file
 
@@ -60,7 +60,7 @@ def _report(
     known: list[Tuned],
     problem: str,
     ranks: int,
-    candidates: dict[int, list[tuple[int, bool]]],
+    candidates: dict[int, list[Way]],
 ) -> dict[str, Any]:
     return {
         "tuning": mode,
@@ -106,7 +106,7 @@ def _known_table(known: list[Tuned]) -> Table:
     return table
 
 
-def _candidates_table(ranks: int, candidates: dict[int, list[tuple[int, bool]]]) -> Table:
+def _candidates_table(ranks: int, candidates: dict[int, list[Way]]) -> Table:
     title = f"\nCandidates of all_reduce between {ranks} ranks, the usual way first"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("up to", justify="right", no_wrap=True)

@@ -23,7 +23,7 @@ from pydist.config.processor_name import processor_name
 from pydist.errors import InvalidUsage
 
 # Grows when what stands here means something else.
-FORMAT = 1
+FORMAT = 2
 
 _MOST_BYTES = 1 << 20
 
@@ -167,19 +167,18 @@ def _as_dict(each: _native.TunedClass) -> dict[str, Any]:
         "memory": each.memory,
         "ranks": each.ranks,
         "bytes": each.bytes,
-        "piece_bytes": each.piece_bytes,
-        "streams": each.streams,
-        "times_us": [[piece, streams, round(us, 3)] for piece, streams, us in each.times_us],
+        "way": list(each.way),
+        "times_us": [[list(way), round(us, 3)] for way, us in each.times_us],
     }
 
 
 def _made(given: dict[str, Any]) -> _native.TunedClass:
-    times = [(piece, streams, float(us)) for piece, streams, us in given["times_us"]]
-    for *_, us in times:
+    times = [(tuple(way), float(us)) for way, us in given["times_us"]]
+    for _, us in times:
         if not (math.isfinite(us) and us >= 0):
             raise ValueError(f"times_us holds {us}: must be finite and 0 or more")
-    fields = {name: given[name] for name in ("kind", "memory", "ranks", "bytes", "piece_bytes")}
-    return _native.TunedClass(**fields, streams=given["streams"], times_us=times)
+    fields = {name: given[name] for name in ("kind", "memory", "ranks", "bytes")}
+    return _native.TunedClass(**fields, way=tuple(given["way"]), times_us=times)
 
 
 def _write(classes: list[_native.TunedClass]) -> None:

@@ -98,24 +98,34 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   environment.algorithm = algorithm;
   environment.chunk_bytes = chunk_bytes;
   environment.one_shot_bytes = one_shot_bytes;
-  run_ranks(
-      size,
-      [&](RankOfTest& self) {
-        const HeapOfCases heap(self, placement);
-        CaseBuffers buffers(heap.bytes());
-        for (const PreparedCase& each : prepared) {
-          Operation operation = buffers.lay_out(each, self.rank, placement);
-          if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
-            self.communicator->submit(std::move(operation))->wait();
-          } else {
-            self.communicator->run(std::move(operation));
+  // Two ranks read each other's ordinary memory where they may, and else move it in pieces.
+  const bool may_have_single_copies =
+      size == 2 && (placement == Placement::kOrdinary || placement == Placement::kMixed);
+  const auto run_all = [&] {
+    run_ranks(
+        size,
+        [&](RankOfTest& self) {
+          const HeapOfCases heap(self, placement);
+          CaseBuffers buffers(heap.bytes());
+          for (const PreparedCase& each : prepared) {
+            Operation operation = buffers.lay_out(each, self.rank, placement);
+            if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
+              self.communicator->submit(std::move(operation))->wait();
+            } else {
+              self.communicator->run(std::move(operation));
+            }
+            const std::string wrong = buffers.check();
+            ASSERT_TRUE(wrong.empty()) << "rank " << self.rank << ", " << each.what.to_string()
+                                       << ", chunks of " << chunk_bytes << " bytes: " << wrong;
           }
-          const std::string wrong = buffers.check();
-          ASSERT_TRUE(wrong.empty()) << "rank " << self.rank << ", " << each.what.to_string()
-                                     << ", chunks of " << chunk_bytes << " bytes: " << wrong;
-        }
-      },
-      environment, hosts);
+        },
+        environment, hosts);
+  };
+  run_all();
+  if (may_have_single_copies) {
+    environment.single_copy = false;
+    run_all();
+  }
 }
 
 }  // namespace pydist::testing

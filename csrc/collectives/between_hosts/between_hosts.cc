@@ -13,9 +13,9 @@ namespace pydist {
 
 Task run_between_hosts(Group& group, Call call, Channels& channels, const Placement& placement) {
   Collective run(group, call);
-  const std::uint8_t offer = offered_to_hosts(group, call);
+  const Offer offer = offered_to_hosts(group, call);
   co_await group.may_post();
-  const bool is_eager = (offer & Post::kEager) != 0;
+  const bool is_eager = offer == Offer::kEager;
   if (is_eager) {
     co_await group.may_deposit_first();
   }

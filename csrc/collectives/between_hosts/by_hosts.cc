@@ -62,7 +62,7 @@ std::vector<HeapBuffers> buffers_on_heap(const Collective& run, const Placement&
   const std::size_t bytes = run.bytes(run.call().count);
   std::vector<HeapBuffers> buffers;
   for (const int rank : placement.ranks_on(placement.host_of(run.me()))) {
-    if ((group.post(rank).flags & Post::kOnHostHeap) == 0) {
+    if (group.post(rank).offer() != Offer::kOnHostHeap) {
       return {};
     }
     const PostDetail& places = group.detail(rank);

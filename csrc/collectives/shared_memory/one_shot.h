@@ -7,8 +7,10 @@
 
 namespace pydist {
 
-// Takes what each rank contributes from where its post says that it lies.
-void finish_from_contributions(Collective& run);
+// Takes what each rank contributes from where its post says that it lies. Returns the first rank
+// whose process was found to have ended before all was taken; -1 if all was. Throws where the
+// kernel refuses to read in a process.
+int finish_from_contributions(Collective& run);
 
 // All that is left to do on Route::kInline and Route::kOneShot.
 void finish_one_shot(Collective& run, Route route);

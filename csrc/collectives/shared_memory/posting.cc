@@ -25,21 +25,20 @@ TuningWord copy_of_word(const TuningWord& shared) noexcept {
 // Note [One line at once]: peers that are early look at the line of this rank's next post all the
 // time, and each look takes it away from this core. So the stores to it come last and close
 // together, or the line travels several times.
-void fill_post(Group& group, const Call& call, std::uint8_t offer) {
+void fill_post(Group& group, const Call& call, Offer offer) {
   Tuning* const tuning = group.tuning();
   const bool chooses = tuning != nullptr && tuning->chooses(call);
   std::optional<TuningWord> word;
   if (chooses) {
     word = tuning->begin(call, offer);
   }
-  if ((offer & (Post::kSymmetric | Post::kOnHostHeap | Post::kShared)) != 0) {
-    const PostDetail places = (offer & Post::kShared) != 0 ? places_in_allocations(group, call)
-                                                           : places_on_heap(group, call);
+  if (!is_ahead(offer) && offer != Offer::kInPieces) {
+    const PostDetail places = places_of(group, call, offer);
     group.my_detail().input = places.input;
     group.my_detail().output = places.output;
   }
-  if (group.size() > 1 && (offer & (Post::kInline | Post::kEager)) != 0) {
-    const bool is_eager = (offer & Post::kEager) != 0;
+  if (group.size() > 1 && is_ahead(offer)) {
+    const bool is_eager = offer == Offer::kEager;
     if (is_eager) {
       group.prepare_transit();
     }
@@ -50,18 +49,19 @@ void fill_post(Group& group, const Call& call, std::uint8_t offer) {
   if (chooses) {
     tuning->note_given();
   }
+  auto flags = static_cast<std::uint8_t>(offer);
   if (word) {
     group.my_detail().word = *word;
-    offer |= Post::kTuned;
+    flags |= Post::kTuned;
   }
-  describe_call(group, call, offer);
+  describe_call(group, call, flags);
 }
 
 Route agree_on_route(Group& group, const Call& call) {
   if (waits_for_posts(group, call)) {
     group.note_all_posted();
     // The common case, in which two words of each rank's post decide.
-    if (call.kind == OpKind::kAllReduce && (group.post(group.rank()).flags & Post::kInline) != 0 &&
+    if (call.kind == OpKind::kAllReduce && is_inline(group.post(group.rank()).offer()) &&
         all_posts_are_alike(group)) {
       return Route::kInline;
     }

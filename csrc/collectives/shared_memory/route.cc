@@ -32,6 +32,9 @@ HeapReference reference(const Group& group, const Blocks& blocks) noexcept {
 // Whether a rank that is done early would overwrite what others still read of it. In other kinds
 // only a rank's own block may be in place, which nobody else reads.
 bool exchanges_in_place(const Call& call) noexcept {
+  if (call.kind != OpKind::kAllToAll) {
+    return false;
+  }
   const auto* const begin = static_cast<const std::byte*>(call.inputs.buffers()[0].data);
   const std::byte* const end = begin + call.inputs.buffers()[0].bytes();
   const auto buffers = call.outputs.buffers();
@@ -41,9 +44,12 @@ bool exchanges_in_place(const Call& call) noexcept {
   });
 }
 
+std::size_t limit_of(const Group& group, OpKind kind) noexcept {
+  return one_shot_limit(kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+}
+
 bool usually_goes_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  return bytes <=
-         one_shot_limit(call.kind, group.size(), group.chunk_bytes(), group.one_shot_bytes());
+  return bytes <= limit_of(group, call.kind);
 }
 
 // Two ranks combine what is staged in lines that they have read last (decision 11). Reading each
@@ -53,54 +59,20 @@ bool is_quicker_staged(const Group& group, const Call& call, std::size_t bytes) 
   return group.size() == 2 && call.kind == OpKind::kAllReduce && bytes <= kCachedBytes;
 }
 
-bool may_go_ahead(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  const bool usually = usually_goes_ahead(group, call, bytes);
+// How this rank gives data that no heap holds: ahead, in pieces, or by letting others read it.
+Offer way_of_ordinary(const Group& group, const Call& call, std::size_t bytes) noexcept {
+  const Offer way = usual_way(call.kind, group.size(), bytes, limit_of(group, call.kind),
+                              group.reads_processes());
   const Tuning* const tuning = group.tuning();
-  return tuning == nullptr ? usually : tuning->goes_ahead(call, bytes, usually);
+  return tuning == nullptr ? way : tuning->agreed_way(call, bytes, way);
 }
 
-// What data that rides in a post is posted with; 0 where it does not fit.
-std::uint8_t inline_flags(std::size_t bytes) noexcept {
+// What data that rides in a post is offered as; nothing where it does not fit.
+std::optional<Offer> inline_offer(std::size_t bytes) noexcept {
   if (bytes <= kFirstLineBytes) {
-    return Post::kInline;
+    return Offer::kInFirstLine;
   }
-  return bytes <= kInlineBytes ? Post::kInline | Post::kBehind : 0;
-}
-
-}  // namespace
-
-std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes,
-                           std::optional<std::size_t> pinned) noexcept {
-  const std::size_t usual =
-      reduces(kind) ? kOneShotReadBytes / static_cast<std::size_t>(size - 1) : kOneShotBytes;
-  return std::min(pinned.value_or(usual), chunk_bytes);
-}
-
-std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
-  if (group.size() == 1) {
-    return 0;
-  }
-  if (call.kind == OpKind::kAllReduce) {
-    return call.count * element_size(call.wire_dtype);
-  }
-  const Blocks blocks = contributed_blocks(group, call);
-  return blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
-}
-
-std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept {
-  const std::size_t bytes = contributed_bytes(group, call);
-  if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
-    return flags;
-  }
-  if (may_go_ahead(group, call, bytes)) {
-    return Post::kEager;
-  }
-  if (call.kind != OpKind::kAllReduce) {
-    return 0;
-  }
-  const PostDetail places = places_on_heap(group, call);
-  return places.input != 0 && places.output != 0 ? std::uint8_t{Post::kOnHostHeap}
-                                                 : std::uint8_t{0};
+  return bytes <= kInlineBytes ? std::optional(Offer::kInLines) : std::nullopt;
 }
 
 PostDetail places_on_heap(const Group& group, const Call& call) noexcept {
@@ -144,10 +116,85 @@ PostDetail places_in_allocations(const Group& group, const Call& call) noexcept 
   detail.input = find(contributed_blocks(group, call));
   if (call.kind == OpKind::kAllReduce) {
     detail.output = find(call.outputs);
-  } else if (call.kind != OpKind::kAllToAll || detail.input == 0 || !exchanges_in_place(call)) {
+  } else if (detail.input == 0 || !exchanges_in_place(call)) {
     detail.output = detail.input;
   }
   return detail;
+}
+
+PostDetail places_in_process(const Group& group, const Call& call) noexcept {
+  PostDetail detail;
+  const Blocks blocks = contributed_blocks(group, call);
+  if (blocks.is_contiguous() && !exchanges_in_place(call)) {
+    detail.input = reinterpret_cast<std::uintptr_t>(blocks.buffers()[0].data);
+    detail.output = detail.input;
+  }
+  return detail;
+}
+
+bool is_whole(const PostDetail& places) noexcept { return places.input != 0 && places.output != 0; }
+
+}  // namespace
+
+PostDetail places_of(const Group& group, const Call& call, Offer offer) noexcept {
+  switch (offer) {
+    case Offer::kSymmetric:
+    case Offer::kOnHostHeap:
+      return places_on_heap(group, call);
+    case Offer::kShared:
+      return places_in_allocations(group, call);
+    case Offer::kInItsProcess:
+      return places_in_process(group, call);
+    default:
+      return {};
+  }
+}
+
+std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes,
+                           std::optional<std::size_t> pinned) noexcept {
+  const std::size_t usual =
+      reduces(kind) ? kOneShotReadBytes / static_cast<std::size_t>(size - 1) : kOneShotBytes;
+  return std::min(pinned.value_or(usual), chunk_bytes);
+}
+
+Offer usual_way(OpKind kind, int ranks, std::size_t bytes, std::size_t limit,
+                bool reads_processes) noexcept {
+  if (bytes <= limit) {
+    return Offer::kEager;
+  }
+  // Measured with bench/engine at p=2 on two cores: what the cores' caches do not hold, the kernel
+  // copies more slowly than two ranks do through transit; where one rank sends alone or receives
+  // alone, it is alone with the copy. Of more ranks than cores, a single copy is never quicker.
+  const bool all_send_and_receive = kind == OpKind::kAllGather || kind == OpKind::kAllToAll;
+  const std::size_t most = std::size_t{all_send_and_receive ? 4U : 1U} << 20;
+  const std::size_t block = is_personal(kind) ? bytes / static_cast<std::size_t>(ranks) : bytes;
+  return reads_processes && has_single_copy(kind) && ranks == 2 && block <= most
+             ? Offer::kInItsProcess
+             : Offer::kInPieces;
+}
+
+std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
+  if (group.size() == 1) {
+    return 0;
+  }
+  if (call.kind == OpKind::kAllReduce) {
+    return call.count * element_size(call.wire_dtype);
+  }
+  const Blocks blocks = contributed_blocks(group, call);
+  return blocks.empty() ? 0 : blocks.total() * element_size(call.wire_dtype);
+}
+
+Offer offered_to_hosts(const Group& group, const Call& call) noexcept {
+  const std::size_t bytes = contributed_bytes(group, call);
+  if (const std::optional<Offer> offer = inline_offer(bytes)) {
+    return *offer;
+  }
+  if (usually_goes_ahead(group, call, bytes)) {
+    return Offer::kEager;
+  }
+  return call.kind == OpKind::kAllReduce && is_whole(places_on_heap(group, call))
+             ? Offer::kOnHostHeap
+             : Offer::kInPieces;
 }
 
 Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
@@ -164,33 +211,35 @@ Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
   }
 }
 
-std::uint8_t offered_route(const Group& group, const Call& call) noexcept {
+Offer offered_route(const Group& group, const Call& call) noexcept {
   const std::size_t bytes = contributed_bytes(group, call);
-  if (const std::uint8_t flags = inline_flags(bytes); flags != 0) {
-    return flags;
+  if (const std::optional<Offer> offer = inline_offer(bytes)) {
+    return *offer;
   }
-  const bool may_be_eager = may_go_ahead(group, call, bytes);
-  if (may_be_eager && bytes <= kEagerBytes) {
-    return Post::kEager;
+  const Offer way = way_of_ordinary(group, call, bytes);
+  if (way == Offer::kEager && bytes <= kEagerBytes) {
+    return Offer::kEager;
   }
   // Nothing travels between buffers that everybody sees, so nothing would be rounded on the way;
   // but where a buffer lies must not decide about a result.
   if (call.wire_dtype == call.dtype) {
-    const PostDetail places = places_on_heap(group, call);
-    if (places.input != 0 && places.output != 0) {
-      return Post::kSymmetric;
+    if (is_whole(places_on_heap(group, call))) {
+      return Offer::kSymmetric;
     }
     // What goes ahead is read by then, and nobody has to wait until others have read it. Nor where
-    // the tuner tries, or has chosen, pieces for what usually goes ahead: those are of staged data.
-    if (!may_be_eager && !usually_goes_ahead(group, call, bytes) &&
-        !is_quicker_staged(group, call, bytes)) {
-      const PostDetail shared = places_in_allocations(group, call);
-      if (shared.input != 0 && shared.output != 0) {
-        return Post::kShared;
-      }
+    // the tuner tries, or has chosen, another way for what usually goes ahead: that is one of
+    // ordinary data.
+    if (way != Offer::kEager && !usually_goes_ahead(group, call, bytes) &&
+        !is_quicker_staged(group, call, bytes) && is_whole(places_in_allocations(group, call))) {
+      return Offer::kShared;
     }
   }
-  return may_be_eager ? std::uint8_t{Post::kEager} : std::uint8_t{0};
+  return way == Offer::kInItsProcess && !is_whole(places_in_process(group, call)) ? Offer::kInPieces
+                                                                                  : way;
+}
+
+bool is_readable(const Group& group, const Call& call) noexcept {
+  return group.process(group.rank()).has(places_in_process(group, call).input);
 }
 
 void pack_contribution(const Group& group, const Call& call, std::byte* slot) {
@@ -224,19 +273,20 @@ Route agreed_route(const Group& group, const Call& call) noexcept {
   const bool root_alone = is_one_to_all(call.kind);
   bool all_symmetric = true;
   bool all_inline = true;
-  bool all_ahead = true;     // each rank has sent its data ahead, in its post or in a slot
-  bool all_readable = true;  // the same, or its data can be read where it lies
+  bool all_ahead = true;
+  bool all_readable = true;  // each rank has sent its data ahead, or it is read where it lies
+  bool any_in_process = false;
   // In an all_reduce all data is read by all ranks, and may be in place: only slice by slice.
   const bool takes_no_slices = call.kind != OpKind::kAllReduce;
   for (int rank = 0; rank < group.size(); ++rank) {
     if (!root_alone || rank == call.root) {
-      const std::uint8_t flags = group.post(rank).flags;
-      all_symmetric = all_symmetric && (flags & Post::kSymmetric) != 0;
-      all_inline = all_inline && (flags & Post::kInline) != 0;
-      all_ahead = all_ahead && (flags & (Post::kInline | Post::kEager)) != 0;
+      const Offer offer = group.post(rank).offer();
+      all_symmetric = all_symmetric && offer == Offer::kSymmetric;
+      all_inline = all_inline && is_inline(offer);
+      all_ahead = all_ahead && is_ahead(offer);
       all_readable =
-          all_readable && ((flags & Post::kShared) != 0 ||
-                           (takes_no_slices && (flags & (Post::kInline | Post::kEager)) != 0));
+          all_readable && (is_read_in_place(offer) || (takes_no_slices && is_ahead(offer)));
+      any_in_process = any_in_process || offer == Offer::kInItsProcess;
     }
   }
   if (all_symmetric) {
@@ -248,7 +298,10 @@ Route agreed_route(const Group& group, const Call& call) noexcept {
   if (all_ahead) {
     return Route::kOneShot;
   }
-  return all_readable ? Route::kShared : Route::kPipelined;
+  if (!all_readable) {
+    return Route::kPipelined;
+  }
+  return any_in_process ? Route::kSingleCopy : Route::kShared;
 }
 
 }  // namespace pydist

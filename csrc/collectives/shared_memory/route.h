@@ -13,7 +13,7 @@
 namespace pydist {
 
 // How the data of a collective moves; the same on every rank, see agreed_route().
-enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
+enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCopy };
 
 // Whether only the root has something to say; it then waits for nobody before it says it.
 [[nodiscard]] constexpr bool is_one_to_all(OpKind kind) noexcept {
@@ -25,22 +25,32 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared };
   return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
+// Whether others may read this rank's data through the kernel. What is reduced would have to be
+// copied first.
+[[nodiscard]] constexpr bool has_single_copy(OpKind kind) noexcept {
+  return !has_op(kind) && !is_point_to_point(kind);
+}
+
+// How a rank gives `bytes` of contributed_blocks() that no heap holds, without a tuner: kEager,
+// kInPieces or kInItsProcess. `limit`: one_shot_limit().
+[[nodiscard]] Offer usual_way(OpKind kind, int ranks, std::size_t bytes, std::size_t limit,
+                              bool reads_processes) noexcept;
+
 // The blocks that other ranks need of this one; none where nobody needs anything.
 [[nodiscard]] Blocks contributed_blocks(const Group& group, const Call& call) noexcept;
 
-// Where peers find this rank's buffers in the symmetric heap; both 0 unless all of the buffers that
-// the kind can use there do lie in it.
-[[nodiscard]] PostDetail places_on_heap(const Group& group, const Call& call) noexcept;
+// Where peers find this rank's buffers, by an offer that is not ahead: both 0 unless all that the
+// kind can use, or others read, does lie there, and stays as it is until all have read it.
+[[nodiscard]] PostDetail places_of(const Group& group, const Call& call, Offer offer) noexcept;
 
-// Where peers find this rank's buffers in its allocation heap; both 0 unless all that they read
-// there does lie in it, and stays as it is until all have read it.
-[[nodiscard]] PostDetail places_in_allocations(const Group& group, const Call& call) noexcept;
+// What this rank offers; kOnHostHeap in no case. kInItsProcess only after is_readable().
+[[nodiscard]] Offer offered_route(const Group& group, const Call& call) noexcept;
 
-// Which flag this rank posts: inline, eager, symmetric, shared, or none of them for the pipeline.
-[[nodiscard]] std::uint8_t offered_route(const Group& group, const Call& call) noexcept;
+// The same in a group that spans hosts: inline, eager, on the heap of the host, or in pieces.
+[[nodiscard]] Offer offered_to_hosts(const Group& group, const Call& call) noexcept;
 
-// The same in a group that spans hosts: inline, eager, on the heap of the host, or none of them.
-[[nodiscard]] std::uint8_t offered_to_hosts(const Group& group, const Call& call) noexcept;
+// Whether the kernel lets others read what this rank contributes: it may be memory of a device.
+[[nodiscard]] bool is_readable(const Group& group, const Call& call) noexcept;
 
 // The most bytes of contributed_blocks() that a rank puts into one slot, ahead of its post.
 // `pinned`: PYDIST_ONE_SHOT_BYTES.

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "collectives/collective_steps.h"
-#include "collectives/shared_memory/on_shared_allocations.h"
+#include "collectives/shared_memory/in_place.h"
 #include "collectives/shared_memory/on_symmetric_heap.h"
 #include "collectives/shared_memory/one_shot.h"
 #include "collectives/shared_memory/operation_time.h"
@@ -16,9 +16,12 @@ namespace pydist {
 Task run_shared_memory(Group& group, Call call, bool is_posted) {
   Collective run(group, call);
   if (!is_posted) {
-    const std::uint8_t offer = offered_route(group, call);
+    Offer offer = offered_route(group, call);
+    if (offer == Offer::kInItsProcess && !is_readable(group, call)) {
+      offer = Offer::kInPieces;
+    }
     co_await group.may_post();
-    if (group.size() > 1 && (offer & Post::kEager) != 0) {
+    if (group.size() > 1 && offer == Offer::kEager) {
       co_await group.may_deposit_first();
     }
     fill_post(group, call, offer);
@@ -49,7 +52,8 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
       co_await run_on_symmetric_heap(run);
       break;
     case Route::kShared:
-      co_await run_on_shared_allocations(run);
+    case Route::kSingleCopy:
+      co_await run_in_place(run);
       break;
   }
   co_await time.all_are_through();

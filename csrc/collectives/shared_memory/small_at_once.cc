@@ -20,8 +20,8 @@ AtOnce::AtOnce(Group& group, const Call& call) noexcept
     : group_(group), call_(call), offer_(offered_route(group, call)) {}
 
 bool AtOnce::may_post() const noexcept {
-  return group_.next_may_post() && ((offer_ & Post::kInline) != 0 ||
-                                    ((offer_ & Post::kEager) != 0 && group_.next_may_deposit()));
+  return group_.next_may_post() &&
+         (is_inline(offer_) || (offer_ == Offer::kEager && group_.next_may_deposit()));
 }
 
 void AtOnce::post() {

@@ -31,7 +31,7 @@ class AtOnce {
  private:
   Group& group_;
   const Call& call_;
-  const std::uint8_t offer_;
+  const Offer offer_;
 };
 
 }  // namespace pydist

@@ -19,6 +19,25 @@ TunedMemory memory_of(const Call& call) noexcept {
   return call.wire_dtype == call.dtype ? TunedMemory::kOrdinary : TunedMemory::kConverted;
 }
 
+TuningWord::Next next_of(const Choice& choice) noexcept {
+  if (choice.single_copy) {
+    return TuningWord::Next::kSingleCopy;
+  }
+  return choice.piece_bytes == 0 ? TuningWord::Next::kAhead : TuningWord::Next::kInPieces;
+}
+
+// Precondition: not kAsBefore.
+Offer offer_after(TuningWord::Next next) noexcept {
+  switch (next) {
+    case TuningWord::Next::kAhead:
+      return Offer::kEager;
+    case TuningWord::Next::kSingleCopy:
+      return Offer::kInItsProcess;
+    default:
+      return Offer::kInPieces;
+  }
+}
+
 bool takes_part(OpKind kind) noexcept {
   return !is_point_to_point(kind) && kind != OpKind::kBarrier && kind != OpKind::kAllocate;
 }
@@ -55,25 +74,38 @@ Tuning::Class& Tuning::class_of(const Call& call, TunedMemory memory, int size_c
   return *last_;
 }
 
-bool Tuning::agreed_to_go_ahead(const Call& call, std::size_t bytes, bool usually) const noexcept {
+std::optional<Offer> Tuning::heard_way(const Call& call, std::size_t bytes) const noexcept {
   const std::uint64_t code = code_of(call, memory_of(call), size_class_of(bytes));
   if (code == last_code_) {
-    return last_->goes_ahead.value_or(usually);
+    return last_->way;
   }
   const auto found = classes_.find(code);
-  return found != classes_.end() ? found->second.goes_ahead.value_or(usually) : usually;
+  return found != classes_.end() ? found->second.way : std::nullopt;
 }
 
 bool Tuning::is_sound(const Call& call, const TuningWord& word) const noexcept {
   return takes_part(call.kind) && is_a_piece(word.piece_bytes, limits_.chunk_bytes, ranks_) &&
          word.size_class != 0 && word.size_class <= kLargestSizeClass && word.streams <= 1 &&
-         word.next <= TuningWord::Next::kInPieces;
+         is_a_way(call, word);
+}
+
+// No rank may rely on another one to be able to do what it can't.
+bool Tuning::is_a_way(const Call& call, const TuningWord& word) const noexcept {
+  switch (word.next) {
+    case TuningWord::Next::kAsBefore:
+    case TuningWord::Next::kInPieces:
+      return true;
+    case TuningWord::Next::kAhead:
+      return top_of(word.size_class) <= most_ahead_;
+    case TuningWord::Next::kSingleCopy:
+      return limits_.reads_processes && has_single_copy(call.kind);
+  }
+  return false;
 }
 
 void Tuning::hear(const Call& call, const TuningWord& word) {
   if (word.next != TuningWord::Next::kAsBefore) {
-    class_of(call, memory_of(call), word.size_class).goes_ahead =
-        word.next == TuningWord::Next::kAhead;
+    class_of(call, memory_of(call), word.size_class).way = offer_after(word.next);
   }
 }
 
@@ -83,9 +115,10 @@ void Tuning::make_known(Class& its) {
   if (its.choices.size() == 1) {
     return;
   }
-  its.may_go_ahead = its.key.memory != TunedMemory::kSymmetric && !is_one_to_all(its.key.kind) &&
-                     std::any_of(its.choices.begin(), its.choices.end(),
-                                 [](const Choice& each) { return each.piece_bytes == 0; });
+  its.has_ways = its.key.memory != TunedMemory::kSymmetric &&
+                 std::any_of(its.choices.begin(), its.choices.end(), [&its](const Choice& each) {
+                   return next_of(each) != next_of(its.choices[0]);
+                 });
   its.has_stores = std::any_of(its.choices.begin(), its.choices.end(), [&its](const Choice& each) {
     return each.streams != its.choices[0].streams;
   });
@@ -115,9 +148,8 @@ void Tuning::tell(Class& its) {
   table_.put(its.key, std::move(entry));
 }
 
-std::optional<TuningWord> Tuning::choose(const Call& call, std::size_t bytes, std::uint8_t offer) {
-  const TunedMemory memory =
-      (offer & Post::kSymmetric) != 0 ? TunedMemory::kSymmetric : memory_of(call);
+std::optional<TuningWord> Tuning::choose(const Call& call, std::size_t bytes, Offer offer) {
+  const TunedMemory memory = offer == Offer::kSymmetric ? TunedMemory::kSymmetric : memory_of(call);
   Class& its = class_of(call, memory, size_class_of(bytes));
   if (!its.is_known) {
     make_known(its);
@@ -163,10 +195,10 @@ std::optional<TuningWord> Tuning::word_of(const Class& its) const {
                                              : static_cast<std::uint32_t>(limits_.chunk_bytes);
   word.streams = choice.streams ? 1 : 0;
   word.size_class = static_cast<std::uint8_t>(its.key.size_class);
-  if (its.may_go_ahead) {
-    const bool ahead = its.choices[its.planned.candidate].piece_bytes == 0;
-    if (its.goes_ahead != ahead) {
-      word.next = ahead ? TuningWord::Next::kAhead : TuningWord::Next::kInPieces;
+  if (its.has_ways) {
+    const TuningWord::Next next = next_of(its.choices[its.planned.candidate]);
+    if (its.way != offer_after(next)) {
+      word.next = next;
     }
   }
   // Without a word, pieces are chunks, and stores as they are usual for the very size.
@@ -182,8 +214,14 @@ bool Tuning::is_timed(Route route) const noexcept {
   if (running_->key.memory == TunedMemory::kSymmetric) {
     return route == Route::kSymmetric;
   }
-  return route == (running_->choices[plan_.candidate].piece_bytes == 0 ? Route::kOneShot
-                                                                       : Route::kPipelined);
+  switch (next_of(running_->choices[plan_.candidate])) {
+    case TuningWord::Next::kAhead:
+      return route == Route::kOneShot;
+    case TuningWord::Next::kSingleCopy:
+      return route == Route::kSingleCopy;
+    default:
+      return route == Route::kPipelined;
+  }
 }
 
 void Tuning::note(std::chrono::nanoseconds time) {

@@ -6,11 +6,12 @@
 // pieces are. The choice travels in that rank's post (TuningWord), in two ways:
 //   - Pieces and stores matter only once all posts have been seen (of a one-to-all kind: the
 //     root's). So they are those of the very operation.
-//   - Whether a rank gives its data ahead, in one shot, it decides before it sees any post. So the
-//     post says how it will be in the next operation of the same kind, class and root: every rank
-//     has seen this post when it begins that one, since it runs the operations one by one. Ranks
-//     whose blocks differ may be of different classes and go ahead or not each by itself: then
-//     all take the pieces (agreed_route()), and nothing is measured.
+//   - Whether a rank gives its data ahead, in one shot, in pieces, or lets others read it through
+//     the kernel, it decides before it sees any post. So the post says how it will be in the next
+//     operation of the same kind, class and root: every rank has seen this post when it begins that
+//     one, since it runs the operations one by one. Ranks whose blocks differ may be of different
+//     classes and decide each by itself: then all take one way (agreed_route()), and nothing is
+//     measured unless it is the one that was to be.
 //
 // Measured is the time from when all have posted to the end, on the rank that chooses, and what it
 // takes that rank before to give its data ahead: so nobody's being late counts. In the kinds with a
@@ -44,11 +45,11 @@ class Tuning {
          TuningTable& table);
 
   // -- every rank ---------------------------------------------------------------------------
-  // Whether this rank gives so many bytes ahead, where it would `usually` do so or not. Allocates
-  // nothing for a class that no word has named yet.
-  [[nodiscard]] bool goes_ahead(const Call& call, std::size_t bytes, bool usually) const noexcept {
-    return is_tuned(bytes) && bytes <= most_ahead_ ? agreed_to_go_ahead(call, bytes, usually)
-                                                   : usually;
+  // How this rank gives so many bytes that it would `usually` give in that way: kEager, kInPieces
+  // or kInItsProcess. Allocates nothing for a class that no word has named yet.
+  [[nodiscard]] Offer agreed_way(const Call& call, std::size_t bytes,
+                                 Offer usually) const noexcept {
+    return is_tuned(bytes) ? heard_way(call, bytes).value_or(usually) : usually;
   }
   // Whether a word of the rank that chooses makes sense.
   [[nodiscard]] bool is_sound(const Call& call, const TuningWord& word) const noexcept;
@@ -59,10 +60,10 @@ class Tuning {
   [[nodiscard]] bool chooses(const Call& call) const noexcept { return rank_ == call.root; }
   // Begins an operation that is posted with the flags `offer`. The word for the post, if there is
   // something to say.
-  [[nodiscard]] std::optional<TuningWord> begin(const Call& call, std::uint8_t offer) {
+  [[nodiscard]] std::optional<TuningWord> begin(const Call& call, Offer offer) {
     running_ = nullptr;
-    // There is no choice for what others read where it lies.
-    const std::size_t bytes = (offer & Post::kShared) != 0 ? 0 : tuned_bytes(call);
+    // There is no choice for what others read in an allocation heap.
+    const std::size_t bytes = offer == Offer::kShared ? 0 : tuned_bytes(call);
     return is_tuned(bytes) ? choose(call, bytes, offer) : std::nullopt;
   }
   // This rank has given ahead what it gives ahead.
@@ -79,11 +80,11 @@ class Tuning {
  private:
   struct Class {
     TuningKey key;
-    std::optional<bool> goes_ahead;  // as heard; without a value as usual
+    std::optional<Offer> way;  // as heard; without a value as usual
     // On the rank that chooses, from its first operation on:
     bool is_known = false;
     std::vector<Choice> choices;
-    bool may_go_ahead = false;                // one of the choices is to go ahead
+    bool has_ways = false;                    // the choices differ in how data is given
     std::optional<CandidateChooser> chooser;  // where there is a choice
     bool has_stores = false;                  // the choices differ in their stores
     bool is_from_table = false;
@@ -101,14 +102,13 @@ class Tuning {
 
   // What a rank contributes, as far as the rank that chooses knows.
   [[nodiscard]] static std::size_t tuned_bytes(const Call& call) noexcept;
+  [[nodiscard]] bool is_a_way(const Call& call, const TuningWord& word) const noexcept;
   [[nodiscard]] Class& class_of(const Call& call, TunedMemory memory, int size_class);
   void make_known(Class& its);
   void tell(Class& its);
-  [[nodiscard]] bool agreed_to_go_ahead(const Call& call, std::size_t bytes,
-                                        bool usually) const noexcept;
+  [[nodiscard]] std::optional<Offer> heard_way(const Call& call, std::size_t bytes) const noexcept;
   [[nodiscard]] std::optional<TuningWord> word_of(const Class& its) const;
-  [[nodiscard]] std::optional<TuningWord> choose(const Call& call, std::size_t bytes,
-                                                 std::uint8_t offer);
+  [[nodiscard]] std::optional<TuningWord> choose(const Call& call, std::size_t bytes, Offer offer);
 
   const int rank_;
   const int ranks_;

@@ -42,19 +42,22 @@ struct TuningKey {
 // One way to move their data.
 struct Choice {
   // Of what a rank moves through transit in a round; 0 where nothing goes in pieces: in one shot,
-  // or on the symmetric heap.
+  // on the symmetric heap, or through the kernel.
   std::uint32_t piece_bytes = 0;
   // Whether results are stored past the caches (StoreHint::kStreaming).
   bool streams = false;
+  // Whether ranks read each other's memory through the kernel.
+  bool single_copy = false;
 
   bool operator==(const Choice&) const = default;
 };
 
-// What the user has said: PYDIST_CHUNK_BYTES and PYDIST_ONE_SHOT_BYTES.
+// What the user has said, PYDIST_CHUNK_BYTES and PYDIST_ONE_SHOT_BYTES, and what the system allows.
 struct TuningLimits {
   std::size_t chunk_bytes = 0;
   bool pins_piece = false;
   std::optional<std::size_t> one_shot_bytes;
+  bool reads_processes = false;
 };
 
 // The largest class that a word may name: more bytes than any buffer has.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <deque>
 #include <exception>
 #include <map>
@@ -80,12 +81,24 @@ class Meeting {
           options_.environment.spin_time(host_roster_.has_core_for_every_rank));
     }
     membership_.group_segment = memory_.group();
+    note_readable_processes();
     membership_.message_segment = memory_.messages();
     membership_.heap_file = memory_.heap();
     return std::move(membership_);
   }
 
  private:
+  // Once the group stands, so that all have said whether they can read the others.
+  void note_readable_processes() {
+    for (int rank = 0; rank < size_; ++rank) {
+      if (membership_.group_segment.control(rank).reads_processes.load() == 0) {
+        membership_.processes.clear();
+        return;
+      }
+      membership_.processes.push_back(membership_.peers[static_cast<std::size_t>(rank)]->memory());
+    }
+  }
+
   void meet() {
     const auto show_awaiting_nobody = [endpoint = &membership_.endpoint] {
       if (*endpoint) {
@@ -413,7 +426,23 @@ class Meeting {
     memory_.reserve(rank_, placement());
     if (spans_hosts) {
       join_hosts(token);
+    } else if (options_.environment.single_copy && reads_all_processes()) {
+      memory_.group().control(rank_).reads_processes.store(1);
     }
+  }
+
+  [[nodiscard]] bool reads_all_processes() const {
+    for (const PeerPtr& peer : membership_.peers) {
+      if (const int error = peer->memory().obstacle(); error != 0) {
+        log_line(
+            LogLevel::kInfo,
+            join("The ranks of group '", options_.name,
+                 "' do not read each other's memory through the kernel: this process can't read ",
+                 peer->description, " (", std::strerror(error), ")."));
+        return false;
+      }
+    }
+    return true;
   }
 
   // Note [Asking ahead]

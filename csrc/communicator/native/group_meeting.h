@@ -13,6 +13,7 @@
 #include "communicator/peers/endpoint.h"
 #include "communicator/peers/remote_ranks.h"
 #include "memory/job_secret.h"
+#include "memory/process_memory.h"
 #include "memory/shared_segment.h"
 #include "topology/key_value_store.h"
 #include "transport/lane_segment.h"
@@ -29,6 +30,7 @@ struct NativeMembership {
   std::shared_ptr<RemoteRanks> remote;  // null where all ranks are on one host
   SharedFile heap_file;
   std::vector<std::string> memory_limits;   // of each rank of this host, as memory_limits()
+  std::vector<ProcessMemory> processes;     // of all ranks, if all can read all; or none
   std::shared_ptr<const JobSecret> secret;  // for the groups that are split off
 };
 

@@ -87,7 +87,9 @@ class NativeCommunicator final : public Communicator,
     }
     engine_ = std::make_shared<Engine>(
         rank, size, membership.group_segment, doorbells, heap_, membership.peers, remote_,
-        options_.environment.one_shot_bytes, make_tuning(membership.group_segment.chunk_bytes()));
+        options_.environment.one_shot_bytes,
+        make_tuning(membership.group_segment.chunk_bytes(), !membership.processes.empty()),
+        membership.processes);
     const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
@@ -352,13 +354,13 @@ class NativeCommunicator final : public Communicator,
     Engine(int rank, int size, const GroupSegment& segment, const std::vector<Doorbell*>& doorbells,
            std::shared_ptr<SymmetricHeap> the_heap, std::vector<PeerPtr> the_peers,
            std::shared_ptr<RemoteRanks> the_remote, std::optional<std::size_t> one_shot_bytes,
-           std::unique_ptr<Tuning> the_tuning)
+           std::unique_ptr<Tuning> the_tuning, std::vector<ProcessMemory> processes)
         : heap(std::move(the_heap)),
           peers(std::move(the_peers)),
           remote(std::move(the_remote)),
           tuning(std::move(the_tuning)),
           group(rank, size, segment, doorbells, *heap, remote.get(), one_shot_bytes, tuning.get(),
-                windows_of(peers)),
+                windows_of(peers), std::move(processes)),
           to_next_on_host(ring_channel(segment, rank, wrap(rank + 1, size)), wrap(rank + 1, size),
                           *doorbells[static_cast<std::size_t>(wrap(rank + 1, size))]),
           from_previous_on_host(ring_channel(segment, wrap(rank - 1, size), rank),
@@ -403,14 +405,16 @@ class NativeCommunicator final : public Communicator,
   };
 
   // Null where nothing is tuned: ranks on other hosts see no post of this one's in time.
-  [[nodiscard]] std::unique_ptr<Tuning> make_tuning(std::size_t chunk_bytes) const {
+  [[nodiscard]] std::unique_ptr<Tuning> make_tuning(std::size_t chunk_bytes,
+                                                    bool reads_processes) const {
     const Environment& environment = options_.environment;
     if (size_ == 1 || remote_ || environment.tuning == TuningChoice::kOff) {
       return nullptr;
     }
-    return std::make_unique<Tuning>(
-        rank_, size_, TuningLimits{chunk_bytes, environment.pins_chunk, environment.one_shot_bytes},
-        options_.tuning, TuningTable::of_process());
+    return std::make_unique<Tuning>(rank_, size_,
+                                    TuningLimits{chunk_bytes, environment.pins_chunk,
+                                                 environment.one_shot_bytes, reads_processes},
+                                    options_.tuning, TuningTable::of_process());
   }
 
   // As check(), for allocate() too.

@@ -157,6 +157,8 @@ Endpoint::Endpoint(const Environment& environment)
   page_ = reinterpret_cast<ProcessPage*>(page_segment_.data());
   page_->pid.store(::getpid(), std::memory_order_relaxed);
   page_->number.store(std::hash<std::string>()(random_token()), std::memory_order_relaxed);
+  page_->number_address.store(reinterpret_cast<std::uintptr_t>(&page_->number),
+                              std::memory_order_relaxed);
   // The doorbell lives as long as the mapping, which the progress thread keeps.
   auto mapping = std::make_shared<SharedSegment>(doorbell_segment_);
   progress_ = std::make_shared<ProgressThread>(

@@ -30,6 +30,7 @@
 #include "memory/allocation_heap.h"
 #include "memory/heap_window.h"
 #include "memory/job_secret.h"
+#include "memory/process_memory.h"
 #include "memory/segment_exchange.h"
 #include "memory/shared_segment.h"
 #include "topology/rendezvous.h"
@@ -89,6 +90,11 @@ struct Peer {
   // With is_dead: nobody can tell, but its heart has not beaten for long.
   std::atomic<bool> is_silent{false};
 
+  // Of one of this host; whether it can be read the system decides.
+  [[nodiscard]] ProcessMemory memory() const noexcept {
+    return {local_pid, page->number_address.load(std::memory_order_relaxed),
+            page->number.load(std::memory_order_relaxed)};
+  }
   // It has shut down, or will soon, in good order.
   [[nodiscard]] bool has_departed() const noexcept {
     return has_said_goodbye.load(std::memory_order_acquire) ||

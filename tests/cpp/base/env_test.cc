@@ -209,5 +209,15 @@ TEST_F(EnvironmentTest, EveryVariableIsDescribedOnce) {
   }
 }
 
+TEST_F(EnvironmentTest, SingleCopiesAreOnOrOff) {
+  EXPECT_TRUE(Environment::read().single_copy);
+  set("PYDIST_SINGLE_COPY", "off");
+  EXPECT_FALSE(Environment::read().single_copy);
+  set("PYDIST_SINGLE_COPY", "on");
+  EXPECT_TRUE(Environment::read().single_copy);
+  set("PYDIST_SINGLE_COPY", "0");
+  EXPECT_THROW(static_cast<void>(Environment::read()), InvalidUsage);
+}
+
 }  // namespace
 }  // namespace pydist

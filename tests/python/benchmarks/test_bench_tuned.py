@@ -11,8 +11,8 @@ KIB = 1024
 
 
 def one(kind: str, bytes_: int, memory: str = "ordinary", ranks: int = 2) -> Tuned:
-    way = (128 * KIB, False)
-    return Tuned(kind, memory, ranks, bytes_, way, ((way, 9.5), ((0, False), 8.25)))
+    way = (128 * KIB, False, False)
+    return Tuned(kind, memory, ranks, bytes_, way, ((way, 9.5), ((0, False, False), 8.25)))
 
 
 def test_a_case_belongs_to_the_class_of_what_a_rank_contributes() -> None:

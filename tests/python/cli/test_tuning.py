@@ -21,7 +21,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(
         json.dumps(
             {
-                "format": 1,
+                "format": 2,
                 "processor": processor_name(),
                 "kernel": os.uname().release,
                 "classes": [
@@ -30,12 +30,11 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                         "memory": "ordinary",
                         "ranks": 2,
                         "bytes": 1 << 18,
-                        "piece_bytes": 1 << 17,
-                        "streams": False,
+                        "way": [1 << 17, False, False],
                         "times_us": [
-                            [1 << 17, False, 18.5],
-                            [1 << 18, False, 29.6],
-                            [0, False, 24],
+                            [[1 << 17, False, False], 18.5],
+                            [[1 << 18, False, False], 29.6],
+                            [[0, False, False], 24],
                         ],
                     },
                     {
@@ -43,9 +42,16 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                         "memory": "symmetric",
                         "ranks": 4,
                         "bytes": 1 << 23,
-                        "piece_bytes": 0,
-                        "streams": True,
+                        "way": [0, True, False],
                         "times_us": [],
+                    },
+                    {
+                        "kind": "all_gather",
+                        "memory": "ordinary",
+                        "ranks": 2,
+                        "bytes": 1 << 19,
+                        "way": [0, False, True],
+                        "times_us": [[[0, False, True], 26.5]],
                     },
                 ],
             }
@@ -72,6 +78,7 @@ def test_what_is_known_and_what_there_is(file: Path, capsys: pytest.CaptureFixtu
         "one shot: 24 us; pieces of 256 KiB: 29.6 us"
     )
     assert row_with("broadcast", output) == "broadcast symmetric 4 8 MiB streaming stores"
+    assert row_with("26.5", output) == "all_gather ordinary 2 512 KiB single copies 26.5"
     assert row_with("64 MiB", output).startswith("64 MiB pieces of 512 KiB, streaming stores; ")
 
 
@@ -79,8 +86,9 @@ def test_the_same_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -
     report = json.loads(printed(capsys, "--json"))
     assert (report["tuning"], report["file"], report["problem"]) == ("on", str(file), None)
     assert [(each["kind"], each["way"]) for each in report["known"]] == [
-        ("all_reduce", [1 << 17, False]),
-        ("broadcast", [0, True]),
+        ("all_reduce", [1 << 17, False, False]),
+        ("broadcast", [0, True, False]),
+        ("all_gather", [0, False, True]),
     ]
     assert {each["bytes"] for each in report["candidates"]} >= {1 << 14, 1 << 20, 1 << 26}
 

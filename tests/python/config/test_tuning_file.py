@@ -26,9 +26,8 @@ CLASS = {
     "memory": "ordinary",
     "ranks": 2,
     "bytes": 1 << 20,
-    "piece_bytes": 1 << 17,
-    "streams": False,
-    "times_us": [[1 << 17, False, 40.5], [1 << 19, False, 52]],
+    "way": (1 << 17, False, False),
+    "times_us": [((1 << 17, False, False), 40.5), ((1 << 19, False, False), 52)],
 }
 
 
@@ -45,7 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def document(**changes: Any) -> dict[str, Any]:
     return {
-        "format": 1,
+        "format": 2,
         "processor": processor_name(),
         "kernel": os.uname().release,
         "classes": [CLASS],
@@ -61,14 +60,15 @@ class Learnt:
     memory: str = "ordinary"
     ranks: int = 2
     bytes: int = 1 << 22
-    piece_bytes: int = 1 << 18
-    streams: bool = True
-    times_us: tuple[tuple[int, bool, float], ...] = ((1 << 18, True, 12.34567),)
+    way: tuple[int, bool, bool] = (1 << 18, True, False)
+    times_us: tuple[tuple[tuple[int, bool, bool], float], ...] = (
+        ((1 << 18, True, False), 12.34567),
+    )
     is_learnt: bool = True
 
 
 def known() -> list[tuple[str, int, int]]:
-    return [(each.kind, each.bytes, each.piece_bytes) for each in _native.tuning_table()]
+    return [(each.kind, each.bytes, each.way[0]) for each in _native.tuning_table()]
 
 
 # -- one process
@@ -85,8 +85,9 @@ def test_what_is_written_is_read(file: Path) -> None:
     tuning_file.load()
     assert known() == [("all_reduce", 1 << 20, 1 << 17)]
     (each,) = _native.tuning_table()
-    assert (each.memory, each.ranks, each.streams, each.is_learnt) == ("ordinary", 2, False, False)
-    assert each.times_us == [(1 << 17, False, 40.5), (1 << 19, False, 52.0)]
+    assert (each.memory, each.ranks, each.is_learnt) == ("ordinary", 2, False)
+    assert each.way == (1 << 17, False, False)
+    assert each.times_us == [((1 << 17, False, False), 40.5), ((1 << 19, False, False), 52.0)]
 
 
 def test_only_what_was_learnt_is_written(file: Path) -> None:
@@ -100,7 +101,7 @@ def test_only_what_was_learnt_is_written(file: Path) -> None:
 def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(json.dumps(document()))
     before = file.stat()
-    faster = Learnt(**{**CLASS, "piece_bytes": 1 << 16, "times_us": ()})
+    faster = Learnt(**{**CLASS, "way": (1 << 16, False, False), "times_us": ()})
     monkeypatch.setattr(_native, "tuning_table", lambda: [Learnt(), faster])
     tuning_file.save(1)
     assert file.stat() == before
@@ -121,20 +122,26 @@ def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.Mon
         "[]",
         "null",
         json.dumps(document())[:-20],
-        json.dumps({"format": 1}),
+        json.dumps({"format": 2}),
         json.dumps(document(format=0)),
         json.dumps(document(format="7")),
         json.dumps(document(classes=[{**CLASS, "kind": "all_reduced"}])),
         json.dumps(document(classes=[{**CLASS, "memory": "none"}])),
         json.dumps(document(classes=[{**CLASS, "bytes": 1000}])),
         json.dumps(document(classes=[{**CLASS, "ranks": 1}])),
-        json.dumps(document(classes=[{**CLASS, "piece_bytes": -1}])),
-        json.dumps(document(classes=[{**CLASS, "piece_bytes": 1 << 40}])),
+        json.dumps(document(classes=[{**CLASS, "way": [-1, False, False]}])),
+        json.dumps(document(classes=[{**CLASS, "way": [1 << 40, False, False]}])),
+        json.dumps(document(classes=[{**CLASS, "way": [1 << 17, False]}])),
+        json.dumps(document(classes=[{**CLASS, "way": 7}])),
         json.dumps(document(classes=[{**CLASS, "times_us": [[1]]}])),
-        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, 10**400]]}])),
-        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, math.nan]]}])),
-        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, math.inf]]}])),
-        json.dumps(document(classes=[{**CLASS, "times_us": [[1 << 17, False, -1]]}])),
+        json.dumps(document(classes=[{**CLASS, "times_us": [[[1 << 17, False, False], 10**400]]}])),
+        json.dumps(
+            document(classes=[{**CLASS, "times_us": [[[1 << 17, False, False], math.nan]]}])
+        ),
+        json.dumps(
+            document(classes=[{**CLASS, "times_us": [[[1 << 17, False, False], math.inf]]}])
+        ),
+        json.dumps(document(classes=[{**CLASS, "times_us": [[[1 << 17, False, False], -1]]}])),
         json.dumps(document(classes={"a": 1})),
         json.dumps(document(processor="another one")),
         "[" * 100_000,
@@ -263,25 +270,31 @@ def test_a_job_without_the_file(file: Path, mode: str, monkeypatch: pytest.Monke
 
 
 def test_what_the_user_says_is_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ways(size: int) -> list[tuple[int, bool]]:
-        return _native.tuning_candidates("all_reduce", "ordinary", 2, size)
+    def ways(size: int, kind: str = "all_reduce") -> list[tuple[int, bool, bool]]:
+        return _native.tuning_candidates(kind, "ordinary", 2, size)
 
-    for name in ("PYDIST_CHUNK_BYTES", "PYDIST_ONE_SHOT_BYTES"):
+    for name in ("PYDIST_CHUNK_BYTES", "PYDIST_ONE_SHOT_BYTES", "PYDIST_SINGLE_COPY"):
         monkeypatch.delenv(name, raising=False)
     kib = 1024
     assert ways(256 * kib) == [
-        (256 * kib, False),
-        (0, False),
-        (64 * kib, False),
-        (128 * kib, False),
+        (256 * kib, False, False),
+        (0, False, False),
+        (64 * kib, False, False),
+        (128 * kib, False, False),
     ]
-    assert ways(64 << 20) == [(size * kib, True) for size in (512, 64, 128, 256)]
+    in_pieces = [(size * kib, True, False) for size in (512, 64, 128, 256)]
+    assert ways(64 << 20) == in_pieces
+    single = (0, True, True)
+    assert ways(64 << 20, "all_gather") == [*in_pieces, single]
+    assert ways(128 * kib, "broadcast")[0] == (0, False, True)
+    monkeypatch.setenv("PYDIST_SINGLE_COPY", "off")
+    assert ways(64 << 20, "all_gather") == in_pieces
     monkeypatch.setenv("PYDIST_ONE_SHOT_BYTES", "65536")
-    assert ways(64 * kib) == [(0, False)]
-    assert (0, False) not in ways(256 * kib)
+    assert ways(64 * kib) == [(0, False, False)]
+    assert (0, False, False) not in ways(256 * kib)
     monkeypatch.setenv("PYDIST_CHUNK_BYTES", "524288")
-    assert ways(256 * kib) == [(512 * kib, False)]
-    assert ways(64 << 20) == [(512 * kib, True)]
+    assert ways(256 * kib) == [(512 * kib, False, False)]
+    assert ways(64 << 20) == [(512 * kib, True, False)]
 
 
 def test_a_misspelt_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +323,7 @@ def test_ranks_that_are_set_otherwise_do_not_meet(name: str, values: tuple[str, 
 
 def _reduce_often(calls: int) -> tuple[list[tuple[str, int, int]], float]:
     pydist.init("native")
-    began_with = [(each.kind, each.bytes, each.piece_bytes) for each in _native.tuning_table()]
+    began_with = [(each.kind, each.bytes, each.way[0]) for each in _native.tuning_table()]
     values = torch.ones(200_000)
     total = 0.0
     for _ in range(calls):
@@ -326,11 +339,11 @@ def test_a_job_begins_with_what_the_one_before_has_found(tmp_path: Path) -> None
     (file,) = (tmp_path / "pydist").iterdir()
     (found,) = json.loads(file.read_text())["classes"]
     assert (found["kind"], found["ranks"], found["bytes"]) == ("all_reduce", 2, 1 << 20)
-    timed = {piece for piece, _, time_us in found["times_us"] if time_us > 0}
+    timed = {way[0] for way, time_us in found["times_us"] if time_us > 0}
     assert timed == {64 << 10, 128 << 10, 256 << 10, 512 << 10}
-    assert found["piece_bytes"] in timed
+    assert found["way"][0] in timed
     for began_with, _ in run_ranks(_reduce_often, 2, 1, env=env):
-        assert began_with == [("all_reduce", 1 << 20, found["piece_bytes"])]
+        assert began_with == [("all_reduce", 1 << 20, found["way"][0])]
 
 
 def test_jobs_that_are_not_tuned_leave_no_file(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "collectives/shared_memory/tuning.h"
 #include "communicator/native/native_communicator.h"
 #include "ranks.h"
+#include "restless.h"
 #include "run_cases.h"
 
 namespace pydist::testing {
@@ -25,17 +27,6 @@ namespace {
 constexpr OpKind kDataKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllGather,
                                  OpKind::kBroadcast, OpKind::kReduce,        OpKind::kGather,
                                  OpKind::kScatter,   OpKind::kAllToAll};
-
-// Every operation is one of a session.
-constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 3, .always_tries = true};
-
-// A group on which every operation tries something.
-CommunicatorPtr join_restless(const RankOfTest& self, const Environment& environment,
-                              const TuningRhythm& rhythm = kRestless) {
-  NativeOptions options{"restless", environment};
-  options.tuning = rhythm;
-  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
-}
 
 // Runs the cases again and again in another order each time, and checks each.
 void run_restlessly(const std::vector<PreparedCase>& cases, int size, int times,
@@ -66,14 +57,17 @@ void run_restlessly(const std::vector<PreparedCase>& cases, int size, int times,
   });
 }
 
-// What was timed, by kind and memory: pieces (0: one shot) and stores.
-std::map<std::pair<OpKind, TunedMemory>, std::set<std::pair<std::uint32_t, bool>>> timed(
-    int ranks) {
-  std::map<std::pair<OpKind, TunedMemory>, std::set<std::pair<std::uint32_t, bool>>> found;
+// Bytes of a piece (0: one shot), whether stores stream, and whether there is a single copy.
+using Way = std::tuple<std::uint32_t, bool, bool>;
+
+// What was timed, by kind and memory.
+std::map<std::pair<OpKind, TunedMemory>, std::set<Way>> timed(int ranks) {
+  std::map<std::pair<OpKind, TunedMemory>, std::set<Way>> found;
   for (const auto& [key, entry] : TuningTable::of_process().entries()) {
     for (const auto& [choice, time_us] : entry.times_us) {
       if (key.ranks == ranks && time_us > 0) {
-        found[{key.kind, key.memory}].insert({choice.piece_bytes, choice.streams});
+        found[{key.kind, key.memory}].insert(
+            {choice.piece_bytes, choice.streams, choice.single_copy});
       }
     }
   }
@@ -111,8 +105,48 @@ TEST_P(NativeTuning, NoChoiceChangesABit) {
   for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllToAll}) {
     const auto of_kind = found.find({kind, TunedMemory::kOrdinary});
     ASSERT_NE(of_kind, found.end()) << to_string(kind);
-    EXPECT_TRUE(of_kind->second.contains({0, false})) << to_string(kind) << " in one shot";
-    EXPECT_TRUE(of_kind->second.contains({64 << 10, false})) << to_string(kind) << " in pieces";
+    EXPECT_TRUE(of_kind->second.contains({0, false, false})) << to_string(kind) << " in one shot";
+    EXPECT_TRUE(of_kind->second.contains({64 << 10, false, false}))
+        << to_string(kind) << " in pieces";
+  }
+}
+
+// Groups that begin with single copies, as another one has found them to be fastest.
+TEST_P(NativeTuning, SingleCopiesChangeNoBit) {
+  const int size = GetParam();
+  TuningEntry entry;
+  entry.choice = {.piece_bytes = 0, .streams = false, .single_copy = true};
+  std::map<TuningKey, TuningEntry> known;
+  std::vector<PreparedCase> cases;
+  std::uint64_t seed = 13 << 20;
+  for (const OpKind kind : kDataKinds) {
+    if (is_reduction(kind)) {
+      continue;
+    }
+    known.insert_or_assign({kind, TunedMemory::kOrdinary, size, 18}, entry);
+    for (const std::size_t bytes : {std::size_t{100'000}, std::size_t{300'000}}) {
+      const std::size_t lanes = has_blocks(kind) ? static_cast<std::size_t>(size) : 1;
+      Case what =
+          any_case(kind, DType::kBFloat16, ReduceOp::kSum, size, bytes / lanes / 2 + 1, ++seed);
+      what.is_flat = true;
+      what.is_in_place = what.is_in_place && kind != OpKind::kAllToAll;
+      cases.push_back(prepare(what, size, SummationOrder::kRanks));
+      if (has_blocks(kind)) {
+        what.counts = ragged_counts(kind, size, bytes / lanes, ++seed);
+        what.is_flat = what.is_in_place = false;  // not read where it is an all_to_all
+        cases.push_back(prepare(what, size, SummationOrder::kRanks));
+      }
+    }
+  }
+  TuningTable::of_process().replace(known);
+  // Long before it tries anything else.
+  run_restlessly(cases, size, 12, Placement::kMixed, {.uses_before_first = 100, .rounds = 1});
+  run_restlessly(cases, size, 24, Placement::kOrdinary, {.uses_before_first = 6, .rounds = 1});
+  const auto found = timed(size);
+  for (const OpKind kind : {OpKind::kAllGather, OpKind::kAllToAll}) {
+    const auto of_kind = found.find({kind, TunedMemory::kOrdinary});
+    ASSERT_NE(of_kind, found.end()) << to_string(kind);
+    EXPECT_TRUE(of_kind->second.contains({0, false, true})) << to_string(kind);
   }
 }
 
@@ -154,7 +188,7 @@ TEST_P(NativeTuning, TriesBothStoresOfLargeResults) {
     const auto of_kind = found.find({OpKind::kAllReduce, memory});
     ASSERT_NE(of_kind, found.end()) << to_string(memory);
     std::set<bool> stores;
-    for (const auto& [piece, streams] : of_kind->second) {
+    for (const auto& [piece, streams, single_copy] : of_kind->second) {
       stores.insert(streams);
     }
     EXPECT_EQ(stores.size(), 2u) << to_string(memory);
@@ -265,7 +299,7 @@ TEST_F(NativeTuningTest, AChunkOfTheUsersIsTheOnlyPiece) {
   environment.one_shot_bytes.reset();
   reduce_often(environment, 50'000, 100);
   const auto found = timed(2)[{OpKind::kAllReduce, TunedMemory::kOrdinary}];
-  const std::set<std::pair<std::uint32_t, bool>> whole_or_chunk = {{0, false}, {512 << 10, false}};
+  const std::set<Way> whole_or_chunk = {{0, false, false}, {512 << 10, false, false}};
   EXPECT_EQ(found, whole_or_chunk);
   for (const auto& [key, entry] : TuningTable::of_process().entries()) {
     EXPECT_FALSE(entry.is_learnt);
@@ -280,8 +314,8 @@ TEST_F(NativeTuningTest, ALimitOfTheUsersStays) {
   environment.one_shot_bytes = 0;
   reduce_often(environment, 50'000, 100);
   const auto found = timed(2)[{OpKind::kAllReduce, TunedMemory::kOrdinary}];
-  EXPECT_FALSE(found.contains({0, false}));
-  EXPECT_TRUE(found.contains({64 << 10, false}));
+  EXPECT_FALSE(found.contains({0, false, false}));
+  EXPECT_TRUE(found.contains({64 << 10, false, false}));
 }
 
 TEST_F(NativeTuningTest, BeginsWithTheTable) {
@@ -296,39 +330,43 @@ TEST_F(NativeTuningTest, BeginsWithTheTable) {
   call.dtype = call.wire_dtype = DType::kFloat32;
   call.count = 200'000;
   call.inputs = Blocks({&buffer, 1}, 2);
-  const std::optional<TuningWord> word = tuning.begin(call, 0);
+  const std::optional<TuningWord> word = tuning.begin(call, Offer::kInPieces);
   ASSERT_TRUE(word.has_value());
   EXPECT_EQ(word->piece_bytes, 128u << 10);
   // Of a size nearby, too; of other ranks, not.
   call.count = 400'000;
-  EXPECT_EQ(tuning.begin(call, 0)->piece_bytes, 128u << 10);
+  EXPECT_EQ(tuning.begin(call, Offer::kInPieces)->piece_bytes, 128u << 10);
   Tuning of_three(0, 3, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
-  EXPECT_FALSE(of_three.begin(call, 0).has_value());
+  EXPECT_FALSE(of_three.begin(call, Offer::kInPieces).has_value());
 }
 
-TEST_F(NativeTuningTest, GoesAheadAsHeardAndElseAsUsual) {
-  Tuning tuning(1, 2, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
+TEST_F(NativeTuningTest, GivesDataAsHeardAndElseAsUsual) {
+  Tuning tuning(1, 2, {512 << 10, false, std::nullopt, true}, {}, TuningTable::of_process());
   Call call{};
-  call.kind = OpKind::kAllReduce;
+  call.kind = OpKind::kAllGather;
   call.dtype = call.wire_dtype = DType::kFloat32;
   constexpr std::size_t kBytes = 100'000;
   // Asked amid functions that promise not to throw: so nothing may be allocated.
-  static_assert(noexcept(std::as_const(tuning).goes_ahead(call, kBytes, true)));
+  static_assert(noexcept(std::as_const(tuning).agreed_way(call, kBytes, Offer::kEager)));
   TuningWord word;
   word.size_class = static_cast<std::uint8_t>(size_class_of(kBytes));
-  for (const bool usually : {false, true}) {
-    EXPECT_EQ(tuning.goes_ahead(call, kBytes, usually), usually);
-    EXPECT_EQ(tuning.goes_ahead(call, 4 * kBytes, usually), usually);
+  constexpr Offer kWays[] = {Offer::kEager, Offer::kInPieces, Offer::kInItsProcess};
+  for (const Offer usually : kWays) {
+    EXPECT_EQ(tuning.agreed_way(call, kBytes, usually), usually);
+    EXPECT_EQ(tuning.agreed_way(call, 4 * kBytes, usually), usually);
   }
-  for (const auto next : {TuningWord::Next::kAhead, TuningWord::Next::kInPieces}) {
+  for (const auto& [next, way] : {std::pair(TuningWord::Next::kAhead, Offer::kEager),
+                                  std::pair(TuningWord::Next::kInPieces, Offer::kInPieces),
+                                  std::pair(TuningWord::Next::kSingleCopy, Offer::kInItsProcess),
+                                  std::pair(TuningWord::Next::kAsBefore, Offer::kInItsProcess)}) {
     word.next = next;
     tuning.hear(call, word);
-    for (const bool usually : {false, true}) {
-      EXPECT_EQ(tuning.goes_ahead(call, kBytes, usually), next == TuningWord::Next::kAhead);
+    for (const Offer usually : kWays) {
+      EXPECT_EQ(tuning.agreed_way(call, kBytes, usually), way);
       // Of another class, nothing has been heard.
-      EXPECT_EQ(tuning.goes_ahead(call, 4 * kBytes, usually), usually);
+      EXPECT_EQ(tuning.agreed_way(call, 4 * kBytes, usually), usually);
       call.root = 1;
-      EXPECT_EQ(tuning.goes_ahead(call, kBytes, usually), usually);
+      EXPECT_EQ(tuning.agreed_way(call, kBytes, usually), usually);
       call.root = 0;
     }
   }
@@ -341,7 +379,7 @@ TEST_F(NativeTuningTest, SaysNothingOfSmallOperations) {
   call.dtype = call.wire_dtype = DType::kFloat32;
   call.count = 2048;  // 8 KiB
   for (int i = 0; i < 100; ++i) {
-    EXPECT_FALSE(tuning.begin(call, Post::kEager).has_value());
+    EXPECT_FALSE(tuning.begin(call, Offer::kEager).has_value());
     EXPECT_FALSE(tuning.is_timed(Route::kOneShot));
   }
 }
@@ -368,7 +406,20 @@ TEST_F(NativeTuningTest, FindsWordsThatMakeNoSense) {
   EXPECT_FALSE(with([](TuningWord& word) { word.size_class = 0; }));
   EXPECT_FALSE(with([](TuningWord& word) { word.size_class = 200; }));
   EXPECT_FALSE(with([](TuningWord& word) { word.streams = 2; }));
-  EXPECT_FALSE(with([](TuningWord& word) { word.next = static_cast<TuningWord::Next>(3); }));
+  EXPECT_FALSE(with([](TuningWord& word) { word.next = static_cast<TuningWord::Next>(4); }));
+  // What does not fit into a slot can't go ahead, and nobody reads what others forbid or what is
+  // reduced.
+  EXPECT_FALSE(with([](TuningWord& word) { word.next = TuningWord::Next::kAhead; }));
+  EXPECT_FALSE(with([](TuningWord& word) { word.next = TuningWord::Next::kSingleCopy; }));
+  good.next = TuningWord::Next::kSingleCopy;
+  call.kind = OpKind::kAllGather;
+  EXPECT_FALSE(tuning.is_sound(call, good));
+  const Tuning of_readers(1, 2, {512 << 10, false, std::nullopt, true}, {},
+                          TuningTable::of_process());
+  EXPECT_TRUE(of_readers.is_sound(call, good));
+  call.kind = OpKind::kReduceScatter;
+  EXPECT_FALSE(of_readers.is_sound(call, good));
+  good.next = TuningWord::Next::kInPieces;
   call.kind = OpKind::kBarrier;
   EXPECT_FALSE(tuning.is_sound(call, good));
 }

@@ -45,7 +45,8 @@ std::vector<std::string> recorded_frames() {
   for (std::uint64_t number = 1; number <= 3; ++number) {
     Post& post = ground.segment().control(0).posts[number % kPostDepth];
     post.kind = OpKind::kAllReduce;
-    post.flags = number == 2 ? Post::kRagged : Post::kEager;
+    post.flags =
+        number == 2 ? std::uint8_t{Post::kRagged} : static_cast<std::uint8_t>(Offer::kEager);
     post.count = 1'000;
     remote.send_post(number, number, 100 * number);
   }

@@ -65,7 +65,8 @@ TEST(RemoteRanksTest, DataAheadOfAPostLiesInTheTransitOfItsRank) {
   RemoteGround ground;
   ASSERT_TRUE(
       ground.send(ground.header(FrameKind::kEager, 6), std::string(kRemoteChunkBytes, 'e')));
-  ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, 1), post_text(Post::kEager)));
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, 1),
+                          post_text(static_cast<std::uint8_t>(Offer::kEager))));
   ASSERT_TRUE(
       eventually([&] { return ground.segment().control(kRemote).posts[1].sequence.load() == 1; }));
   const std::byte* const transit = ground.segment().transit(kRemote, 6);

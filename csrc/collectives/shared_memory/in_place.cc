@@ -1,4 +1,4 @@
-#include "collectives/shared_memory/on_shared_allocations.h"
+#include "collectives/shared_memory/in_place.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -16,8 +16,8 @@ namespace {
 // Of one rank's slice of a piece: what it has reduced is still in its cache when others copy it.
 constexpr std::size_t kSliceBytes = std::size_t{256} << 10;
 
-bool is_shared(const Group& group, int rank) noexcept {
-  return (group.post(rank).flags & Post::kShared) != 0;
+bool is_read(const Group& group, int rank) noexcept {
+  return is_read_in_place(group.post(rank).offer());
 }
 
 // Elements of a piece, of all ranks' slices together.
@@ -79,8 +79,8 @@ int who_was_read_and_has_left(const Collective& run) noexcept {
     return -1;
   }
   for (int rank = 0; rank < run.size(); ++rank) {
-    const bool is_read = !is_one_to_all(call.kind) || rank == call.root;
-    if (is_read && is_shared(run.group(), rank) && has_left(run.group(), rank)) {
+    const bool contributes = !is_one_to_all(call.kind) || rank == call.root;
+    if (contributes && is_read(run.group(), rank) && has_left(run.group(), rank)) {
       return rank;
     }
   }
@@ -89,27 +89,31 @@ int who_was_read_and_has_left(const Collective& run) noexcept {
 
 }  // namespace
 
-Task run_on_shared_allocations(Collective& run) {
+Task run_in_place(Collective& run) {
   Group& group = run.group();
   const Call& call = run.call();
   const bool goes_by_slices = call.kind == OpKind::kAllReduce;
   const std::size_t per_round = piece_of(run);
   const std::uint64_t rounds = goes_by_slices ? (call.count + per_round - 1) / per_round : 1;
   const std::uint64_t behind = group.round() + rounds;
-  const bool is_read = is_shared(group, run.me());
+  int gone = -1;
   if (goes_by_slices) {
     co_await reduce_by_slices(run, rounds);
   } else {
-    finish_from_contributions(run);
+    gone = finish_from_contributions(run);
   }
   require_right_reads(group);
-  // See Note [Leaving amid an operation]. Who leaves amid this one never says what is waited for.
-  if (const int left = who_was_read_and_has_left(run); left >= 0) {
-    co_await group.done_by(&RankControl::consumed, left, behind);
+  // See Note [Leaving amid an operation]. Who leaves amid this one, or has ended, never says what
+  // is waited for.
+  if (gone < 0) {
+    gone = who_was_read_and_has_left(run);
+  }
+  if (gone >= 0) {
+    co_await group.done_by(&RankControl::consumed, gone, behind);
   }
   group.publish(&RankControl::consumed, behind - 1);
   // Others read this rank's buffers until they are done.
-  if (is_read) {
+  if (is_read(group, run.me())) {
     if (call.kind == OpKind::kGather) {
       co_await group.done_by(&RankControl::consumed, call.root, behind - 1);
     } else {

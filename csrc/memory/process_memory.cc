@@ -1,0 +1,58 @@
+#include "memory/process_memory.h"
+
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+
+namespace pydist {
+namespace {
+
+// The kernel takes somewhat less than 2 GiB at a time.
+constexpr std::size_t kMostBytes = std::size_t{1} << 30;
+
+void* pointer(std::uint64_t address) noexcept {
+  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
+}
+
+}  // namespace
+
+int ProcessMemory::read(void* target, std::uint64_t address, std::size_t bytes) const noexcept {
+  auto* place = static_cast<std::byte*>(target);
+  do {
+    const std::size_t now = std::min(bytes, kMostBytes);
+    std::uint64_t seen = 0;
+    const std::array<iovec, 2> here = {{{place, now}, {&seen, sizeof seen}}};
+    const std::array<iovec, 2> there = {
+        {{pointer(address), now}, {pointer(mark_address_), sizeof seen}}};
+    const ssize_t count =
+        ::process_vm_readv(pid_, here.data(), here.size(), there.data(), there.size(), 0);
+    if (count < 0) {
+      return errno;
+    }
+    if (static_cast<std::size_t>(count) < now) {
+      return EFAULT;
+    }
+    if (seen != mark_) {
+      return ESRCH;
+    }
+    place += now;
+    address += now;
+    bytes -= now;
+  } while (bytes != 0);
+  return 0;
+}
+
+int ProcessMemory::obstacle() const noexcept {
+  return pid_ == 0 ? ESRCH : read(nullptr, mark_address_, 0);
+}
+
+bool ProcessMemory::has(std::uint64_t address) const noexcept {
+  char byte = 0;
+  const iovec here = {&byte, 1};
+  const iovec there = {pointer(address), 1};
+  return ::process_vm_readv(pid_, &here, 1, &there, 1, 0) == 1;
+}
+
+}  // namespace pydist
