@@ -1,13 +1,13 @@
 // Collectives of the native engine from C++: latency and bandwidth by size, on ordinary and on
 // symmetric memory, beside the roofline: the same reads and writes, on as many processes, without
-// any synchronisation. The three take turns, call by call, so that they meet the same noise.
+// any synchronisation. The three take turns of a few calls, so that they meet the same noise.
 //
 //   bench_engine [kind=all_reduce] [ranks=2] [smallest=8] [largest=268435456]
 //                [seconds per size=0.5] [dtype=float32|bfloat16] [wire=float32|bfloat16]
 //
 // Kinds: all_reduce, reduce_scatter, all_gather, broadcast, all_to_all. Bytes are those of the
 // larger one of the buffers that a rank gives and gets; all but all_to_all are in place. Prints
-// medians over calls; a call's time is that of the slowest rank. Ranks are forked processes, each
+// medians over turns; a call's time is that of the slowest rank. Ranks are forked processes, each
 // pinned to a core (round robin where there are more ranks than cores).
 
 #include <sched.h>
@@ -151,8 +151,12 @@ class Rank {
     // has left there. The clock costs as much as small calls do.
     const int batch = bytes <= 4096 ? 100 : bytes <= 65536 ? 10 : bytes <= 1 << 20 ? 4 : 1;
     std::vector<double> times[3];
-    for (const auto& arm : arms) {
-      arm();
+    // As long again before, in which the tuner finds its way.
+    const double warm_up = now();
+    for (std::size_t calls = 0; keep_going(warm_up, calls); ++calls) {
+      for (const auto& arm : arms) {
+        arm();
+      }
     }
     const double start = now();
     while (keep_going(start, times[0].size())) {

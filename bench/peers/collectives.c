@@ -1,5 +1,5 @@
-// Collectives of an MPI from C, timed exactly as ../engine.cc times the engine: a barrier, a batch
-// of calls, the time of the slowest rank, a barrier; the arms take turns; medians over calls.
+// Collectives of an MPI from C, timed exactly as ../engine.cc times the engine: a call, a barrier,
+// a batch of calls, the time of the slowest rank; the arms take turns; medians over turns.
 //
 //   mpiexec -n 2 pydist-collectives KIND SMALLEST LARGEST SECONDS
 //
@@ -204,6 +204,12 @@ static void measure_size(Kind kind, size_t bytes, double seconds, const Buffers*
     memset(buffers->input, 0, bytes);
     memset(buffers->output, 0, bytes);
     call(kind, arm, buffers, count);
+  }
+  const double warm_up = now();
+  for (size_t calls = 0; keep_going(warm_up, seconds, calls); ++calls) {
+    for (int arm = 0; arm < kArms; ++arm) {
+      call(kind, arm, buffers, count);
+    }
   }
   const double start = now();
   while (keep_going(start, seconds, times[0].count)) {

@@ -137,6 +137,10 @@ class Group {
     return {segment_.control(0).posts[slot()].sequence, segment_.control_stride(), size_, rank_,
             sequence_};
   }
+  // The same of one rank.
+  [[nodiscard]] Condition posted_by(int rank) const noexcept {
+    return {segment_.control(rank).posts[slot()].sequence, rank, sequence_};
+  }
   // To call once posted_by_all() holds, see Note [Reuse].
   void note_all_posted() noexcept {
     known_completed_ = sequence_ - 1;

@@ -65,6 +65,7 @@ enum class Offer : std::uint8_t {
 struct alignas(128) Post {
   // The low bits of `flags` are an Offer.
   static constexpr std::uint8_t kOfferBits = 7;
+  static_assert(static_cast<std::uint8_t>(Offer::kInItsProcess) == kOfferBits, "no bits for more");
   enum Flag : std::uint8_t {
     kRagged = 8,  // block_counts is filled in
     kTuned = 16,  // detail.word says how the data moves, see Note [Who chooses]

@@ -26,7 +26,7 @@ namespace {
 constexpr const char* kOneCopy = "the one copy of the parameters";
 
 // What rank 0 tells the others. Not the secret: only where it is.
-struct Offer {
+struct CopyOffer {
   std::array<char, 128> address{};  // of its server; empty: it has failed
   std::array<char, 64> key{};
   std::array<char, 4096> secret_folder{};  // empty: the secret is that of the environment
@@ -38,7 +38,7 @@ void put(const std::string& text, std::span<char> into) {
   std::memcpy(into.data(), text.data(), text.size());
 }
 
-void broadcast(Communicator& communicator, Offer& offer) {
+void broadcast(Communicator& communicator, CopyOffer& offer) {
   Operation operation{.kind = OpKind::kBroadcast,
                       .label = "where the one copy of the parameters is"};
   const Buffer buffer{&offer, sizeof offer, DType::kUInt8, Device{}};
@@ -49,7 +49,7 @@ void broadcast(Communicator& communicator, Offer& offer) {
 // Rank 0's part, for as long as the others fetch the segment.
 class Giver {
  public:
-  Giver(const SharedSegment& segment, Offer& offer) {
+  Giver(const SharedSegment& segment, CopyOffer& offer) {
     const std::string key = random_token();
     const std::optional<std::string> given = Environment::read().job_secret;
     const JobSecret secret = given ? JobSecret(*given) : JobSecret::random();
@@ -76,7 +76,8 @@ class Giver {
   SegmentServer server_;
 };
 
-FileDescriptor fetch(const Offer& offer, Deadline deadline, const std::function<void()>& check) {
+FileDescriptor fetch(const CopyOffer& offer, Deadline deadline,
+                     const std::function<void()>& check) {
   const std::optional<std::string> given = Environment::read().job_secret;
   const JobSecret secret =
       given ? JobSecret(*given) : read_secret(offer.secret_folder.data(), offer.key.data());
@@ -104,7 +105,7 @@ OneCopy allocate_one_copy(Communicator& communicator, std::size_t bytes) {
   bytes = std::max<std::size_t>(bytes, 1);
   const bool is_first = communicator.rank() == 0;
   OneCopy copy;
-  Offer offer;
+  CopyOffer offer;
   std::optional<Giver> giver;
   std::string complaint;
   std::exception_ptr interruption;

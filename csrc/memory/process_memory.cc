@@ -28,11 +28,9 @@ int ProcessMemory::read(void* target, std::uint64_t address, std::size_t bytes) 
         {{pointer(address), now}, {pointer(mark_address_), sizeof seen}}};
     const ssize_t count =
         ::process_vm_readv(pid_, here.data(), here.size(), there.data(), there.size(), 0);
-    if (count < 0) {
-      return errno;
-    }
-    if (static_cast<std::size_t>(count) < now) {
-      return EFAULT;
+    if (count != static_cast<ssize_t>(now + sizeof seen)) {
+      const int error = count < 0 ? errno : EFAULT;
+      return obstacle() == 0 ? error : ESRCH;
     }
     if (seen != mark_) {
       return ESRCH;
@@ -45,7 +43,16 @@ int ProcessMemory::read(void* target, std::uint64_t address, std::size_t bytes) 
 }
 
 int ProcessMemory::obstacle() const noexcept {
-  return pid_ == 0 ? ESRCH : read(nullptr, mark_address_, 0);
+  std::uint64_t seen = 0;
+  const iovec here = {&seen, sizeof seen};
+  const iovec there = {pointer(mark_address_), sizeof seen};
+  if (pid_ == 0) {
+    return ESRCH;
+  }
+  if (::process_vm_readv(pid_, &here, 1, &there, 1, 0) != static_cast<ssize_t>(sizeof seen)) {
+    return errno == EFAULT ? ESRCH : errno;  // another process has nothing there
+  }
+  return seen == mark_ ? 0 : ESRCH;
 }
 
 bool ProcessMemory::has(std::uint64_t address) const noexcept {

@@ -24,8 +24,9 @@ class ProcessMemory {
       : pid_(pid), mark_address_(mark_address), mark_(mark) {}
 
   // Copies what lies at `address` of that process. 0; ESRCH where the process has ended, whoever
-  // may have its number now; or another errno, also where nothing, or what is no memory, lies
-  // there.
+  // may have its number now; or another errno where it runs: EFAULT where nothing, or what is no
+  // memory, lies there. A process that the system has killed for want of memory may have lost some
+  // before it has ended.
   [[nodiscard]] int read(void* target, std::uint64_t address, std::size_t bytes) const noexcept;
 
   // Why nothing can be read there, as read() says; 0 where it can.

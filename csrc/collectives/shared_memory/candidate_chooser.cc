@@ -187,14 +187,19 @@ void CandidateChooser::charge_slow_ones() {
 void CandidateChooser::judge() {
   charge_slow_ones();
   ++judged_;
-  // Times may be missing: of operations that went another way in the end, or failed.
+  // Times may be missing: of operations that went another way in the end, or failed. Where none of
+  // the current way's have been taken, operations do not go that way, and any other is better.
   const std::size_t least = rhythm_.rounds / 2 + 1;
+  const bool goes_current_way = !times_[current_].empty();
   std::size_t best = current_;
   for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
     const std::vector<double>& times = times_[candidate];
     medians_[candidate] = times.empty() ? std::nullopt : std::optional(median_of(times));
-    if (is_in_[candidate] && std::min(times.size(), times_[current_].size()) >= least &&
-        is_better(candidate) && *medians_[candidate] < median_of(times_[best])) {
+    if (!is_in_[candidate] || times.size() < least ||
+        (goes_current_way && (times_[current_].size() < least || !is_better(candidate)))) {
+      continue;
+    }
+    if (times_[best].empty() || *medians_[candidate] < median_of(times_[best])) {
       best = candidate;
     }
   }

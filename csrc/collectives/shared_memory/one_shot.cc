@@ -1,9 +1,12 @@
 #include "collectives/shared_memory/one_shot.h"
 
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <thread>
 
+#include "base/deadline.h"
 #include "base/error.h"
 #include "collectives/heap_access.h"
 
@@ -37,10 +40,24 @@ std::size_t block_offset(const Group& group, int sender, int receiver) {
 
 [[noreturn]] void throw_refused(const Group& group, int sender, int error) {
   const char* const why = std::strerror(error);
-  throw TransportError(join("rank ", group.rank(), " could read the memory of rank ", sender,
-                            " through the kernel when their group was made, and now it can't: ",
-                            why, ". PYDIST_SINGLE_COPY=off moves data without that."),
-                       Blame{.ranks = {sender}, .cause = join("its memory can't be read: ", why)});
+  throw TransportError(
+      join("rank ", group.rank(), " can't read the tensor of rank ", sender,
+           " through the kernel: ", why,
+           ". Either its memory has been freed amid the collective, or the system does not let it "
+           "be read any more; PYDIST_SINGLE_COPY=off moves data without that."),
+      Blame{.ranks = {sender}, .cause = join("its memory can't be read: ", why)});
+}
+
+// A process that is being killed loses its memory before the kernel tells that it has ended.
+bool ends_soon(const ProcessMemory& process) {
+  constexpr std::chrono::milliseconds kDying{500};
+  for (const Deadline deadline = Deadline::in(kDying); !deadline.has_passed();) {
+    if (process.obstacle() == ESRCH) {
+      return true;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  return false;
 }
 
 // Copies elements of what `sender` contributes, from `offset` elements on. False where its process
@@ -59,7 +76,7 @@ bool fetch(const Collective& run, int sender, std::size_t offset, std::byte* tar
   }
   // Who has raised or left may have freed what was to be read.
   throw_failure(group);
-  if (error != ESRCH && !has_left(group, sender)) {
+  if (error != ESRCH && !has_left(group, sender) && !ends_soon(group.process(sender))) {
     throw_refused(group, sender, error);
   }
   return false;

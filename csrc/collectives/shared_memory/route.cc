@@ -164,7 +164,7 @@ Offer usual_way(OpKind kind, int ranks, std::size_t bytes, std::size_t limit,
   }
   // Measured with bench/engine at p=2 on two cores: what the cores' caches do not hold, the kernel
   // copies more slowly than two ranks do through transit; where one rank sends alone or receives
-  // alone, it is alone with the copy. Of more ranks than cores, a single copy is never quicker.
+  // alone, it is alone with the copy. See decision 12.
   const bool all_send_and_receive = kind == OpKind::kAllGather || kind == OpKind::kAllToAll;
   const std::size_t most = std::size_t{all_send_and_receive ? 4U : 1U} << 20;
   const std::size_t block = is_personal(kind) ? bytes / static_cast<std::size_t>(ranks) : bytes;
@@ -236,6 +236,13 @@ Offer offered_route(const Group& group, const Call& call) noexcept {
   }
   return way == Offer::kInItsProcess && !is_whole(places_in_process(group, call)) ? Offer::kInPieces
                                                                                   : way;
+}
+
+bool is_waited_for(const Group& group, const Call& call) noexcept {
+  if (is_one_to_all(call.kind)) {
+    return group.posted_by_all().holds();
+  }
+  return call.kind != OpKind::kGather || group.posted_by(call.root).holds();
 }
 
 bool is_readable(const Group& group, const Call& call) noexcept {

@@ -43,13 +43,19 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCo
 // kind can use, or others read, does lie there, and stays as it is until all have read it.
 [[nodiscard]] PostDetail places_of(const Group& group, const Call& call, Offer offer) noexcept;
 
-// What this rank offers; kOnHostHeap in no case. kInItsProcess only after is_readable().
+// What this rank offers; kOnHostHeap in no case. kInItsProcess only where is_waited_for() and
+// is_readable() say so besides.
 [[nodiscard]] Offer offered_route(const Group& group, const Call& call) noexcept;
 
 // The same in a group that spans hosts: inline, eager, on the heap of the host, or in pieces.
 [[nodiscard]] Offer offered_to_hosts(const Group& group, const Call& call) noexcept;
 
-// Whether the kernel lets others read what this rank contributes: it may be memory of a device.
+// Whether a rank that sends and receives nothing may let others read its memory: they are there
+// already. Otherwise it would have to wait for them, where it needs to wait for nobody.
+[[nodiscard]] bool is_waited_for(const Group& group, const Call& call) noexcept;
+
+// Whether the kernel lets others read what this rank contributes: it may be memory of a device. One
+// tensor is in memory of one kind, so its first byte tells.
 [[nodiscard]] bool is_readable(const Group& group, const Call& call) noexcept;
 
 // The most bytes of contributed_blocks() that a rank puts into one slot, ahead of its post.

@@ -17,10 +17,11 @@ Task run_shared_memory(Group& group, Call call, bool is_posted) {
   Collective run(group, call);
   if (!is_posted) {
     Offer offer = offered_route(group, call);
-    if (offer == Offer::kInItsProcess && !is_readable(group, call)) {
+    co_await group.may_post();
+    if (offer == Offer::kInItsProcess &&
+        !(is_waited_for(group, call) && is_readable(group, call))) {
       offer = Offer::kInPieces;
     }
-    co_await group.may_post();
     if (group.size() > 1 && offer == Offer::kEager) {
       co_await group.may_deposit_first();
     }

@@ -1,7 +1,7 @@
 // Collectives straight over shared memory: every rank reads and writes what it needs where it
 // lies. Elements are always combined in rank order 0..p-1.
 //
-// Four ways, chosen from what all ranks posted (p ranks, s bytes a rank, per rank):
+// Five ways, chosen from what all ranks posted (p ranks, s bytes a rank, per rank):
 //
 //   one shot     The data rides in the post (up to 256 bytes) or in one transit slot, written
 //                before the post. Everybody reads everybody's. One synchronisation; reads (p-1)s.
@@ -11,7 +11,8 @@
 //   symmetric    The buffers lie in the symmetric heap. all_reduce: the owner of a slice reads it
 //                from p buffers and writes the result to p buffers: 2ps bytes of memory traffic by
 //                all ranks together, the lower bound. Two synchronisations.
-//   shared       The buffers lie in heaps that the others may read: see on_shared_allocations.h.
+//   shared       The buffers lie in heaps that the others may read: see in_place.h.
+//   single copy  What nobody reduces is read through the kernel, see in_place.h and decision 12.
 //
 // Where elements travel in a type of their own (wire.h), they are converted in the copies into and
 // out of posts and slots, so s is what travels. Such calls never take the symmetric or the shared

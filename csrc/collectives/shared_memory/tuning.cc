@@ -137,6 +137,9 @@ void Tuning::make_known(Class& its) {
 
 void Tuning::tell(Class& its) {
   its.told = its.chooser->judged();
+  if (!its.chooser->medians()[its.chooser->current()]) {
+    return;  // no operation has gone that way
+  }
   TuningEntry entry;
   entry.choice = its.choices[its.chooser->current()];
   for (std::size_t candidate = 0; candidate < its.choices.size(); ++candidate) {

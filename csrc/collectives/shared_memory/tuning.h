@@ -45,11 +45,10 @@ class Tuning {
          TuningTable& table);
 
   // -- every rank ---------------------------------------------------------------------------
-  // How this rank gives so many bytes that it would `usually` give in that way: kEager, kInPieces
-  // or kInItsProcess. Allocates nothing for a class that no word has named yet.
-  [[nodiscard]] Offer agreed_way(const Call& call, std::size_t bytes,
-                                 Offer usually) const noexcept {
-    return is_tuned(bytes) ? heard_way(call, bytes).value_or(usually) : usually;
+  // How this rank gives so many bytes: kEager, kInPieces or kInItsProcess, and as is `usual` where
+  // nothing has been agreed. Allocates nothing for a class that no word has named yet.
+  [[nodiscard]] Offer agreed_way(const Call& call, std::size_t bytes, Offer usual) const noexcept {
+    return is_tuned(bytes) ? heard_way(call, bytes).value_or(usual) : usual;
   }
   // Whether a word of the rank that chooses makes sense.
   [[nodiscard]] bool is_sound(const Call& call, const TuningWord& word) const noexcept;
@@ -58,7 +57,7 @@ class Tuning {
 
   // -- the rank that chooses ----------------------------------------------------------------
   [[nodiscard]] bool chooses(const Call& call) const noexcept { return rank_ == call.root; }
-  // Begins an operation that is posted with the flags `offer`. The word for the post, if there is
+  // Begins an operation that is posted with `offer`. The word for the post, if there is
   // something to say.
   [[nodiscard]] std::optional<TuningWord> begin(const Call& call, Offer offer) {
     running_ = nullptr;

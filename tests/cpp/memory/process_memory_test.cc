@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "memory/shared_segment.h"
@@ -102,9 +103,11 @@ TEST(ProcessMemoryTest, AnotherProcessIsNotTakenForIt) {
     EXPECT_EQ(other.obstacle(), ESRCH);
     EXPECT_NE(other.read(&read, address_of(&mark), sizeof read), 0);
   }
-  EXPECT_EQ(ProcessMemory(child.pid(), address_of(&mark), mark + 1)
-                .read(&read, address_of(&mark), sizeof read),
-            ESRCH);
+  const ProcessMemory other(child.pid(), address_of(&mark), mark + 1);
+  EXPECT_EQ(other.read(&read, address_of(&mark), sizeof read), ESRCH);
+  // Nor where it has nothing at all.
+  EXPECT_EQ(other.read(&read, 1, sizeof read), ESRCH);
+  EXPECT_EQ(ProcessMemory(child.pid(), 1, mark).read(&read, address_of(&mark), sizeof read), ESRCH);
 }
 
 TEST(ProcessMemoryTest, WhatIsNotThereIsNotRead) {

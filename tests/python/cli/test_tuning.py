@@ -21,7 +21,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(
         json.dumps(
             {
-                "format": 2,
+                "format": tuning_file.FORMAT,
                 "processor": processor_name(),
                 "kernel": os.uname().release,
                 "classes": [

@@ -26,8 +26,8 @@ CLASS = {
     "memory": "ordinary",
     "ranks": 2,
     "bytes": 1 << 20,
-    "way": (1 << 17, False, False),
-    "times_us": [((1 << 17, False, False), 40.5), ((1 << 19, False, False), 52)],
+    "way": [1 << 17, False, False],
+    "times_us": [[[1 << 17, False, False], 40.5], [[1 << 19, False, False], 52]],
 }
 
 
@@ -44,7 +44,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def document(**changes: Any) -> dict[str, Any]:
     return {
-        "format": 2,
+        "format": tuning_file.FORMAT,
         "processor": processor_name(),
         "kernel": os.uname().release,
         "classes": [CLASS],
@@ -122,7 +122,7 @@ def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.Mon
         "[]",
         "null",
         json.dumps(document())[:-20],
-        json.dumps({"format": 2}),
+        json.dumps({"format": tuning_file.FORMAT}),
         json.dumps(document(format=0)),
         json.dumps(document(format="7")),
         json.dumps(document(classes=[{**CLASS, "kind": "all_reduced"}])),
@@ -168,7 +168,7 @@ def test_a_damaged_file_is_said_and_replaced(
 def test_a_file_of_a_newer_version_stays(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = json.dumps({"format": 2, "whatever": []})
+    text = json.dumps({"format": tuning_file.FORMAT + 1, "whatever": []})
     file.write_text(text)
     with caplog.at_level(logging.INFO, "pydist"):
         tuning_file.load()
@@ -176,7 +176,7 @@ def test_a_file_of_a_newer_version_stays(
         tuning_file.save(0)
     assert file.read_text() == text
     (line,) = caplog.messages
-    assert "of format 2, that of a newer pydist" in line
+    assert f"of format {tuning_file.FORMAT + 1}, that of a newer pydist" in line
 
 
 def test_a_file_that_others_can_write_is_not_read(

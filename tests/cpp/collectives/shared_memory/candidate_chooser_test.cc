@@ -231,5 +231,19 @@ TEST(CandidateChooserTest, BeginsWithWhatIsKnown) {
   EXPECT_EQ(uses.share_of_others(), 0);
 }
 
+// Tensors that can't go the usual way, say.
+TEST(CandidateChooserTest, AWayThatNoOperationGoesIsReplacedByTheBestOther) {
+  CandidateChooser chooser(3, /*usual=*/0, /*warms_up=*/true, /*seed=*/5, TuningRhythm());
+  for (int use = 0; use < 200; ++use) {
+    const CandidateChooser::Plan plan = chooser.next();
+    if (plan.is_timed && plan.candidate != 0) {
+      chooser.note(plan.candidate, plan.candidate == 1 ? 20 : 10);
+    }
+  }
+  EXPECT_EQ(chooser.current(), 2u);
+  EXPECT_FALSE(chooser.medians()[0].has_value());
+  EXPECT_EQ(chooser.medians()[2], 10);
+}
+
 }  // namespace
 }  // namespace pydist
