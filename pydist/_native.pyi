@@ -111,7 +111,7 @@ class Communicator:
         """
         Fails the group, here and on every other rank.
         """
-    def all_gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def all_gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         outputs = the inputs of all ranks, in rank order.
         """
@@ -121,19 +121,19 @@ class Communicator:
         The plain case of the following.
         """
     @typing.overload
-    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, wire_dtype: torch.dtype | None = None) -> typing.Any:
+    def all_reduce(self, input: torch.Tensor, output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '', wire_dtype: torch.dtype | None = None) -> typing.Any:
         """
         output = the elements of all ranks' inputs combined; they may be one tensor. Returns a Work where async_op, otherwise None. Sums, means and premul_sums of float32 travel as wire_dtype where it is given: torch.float16 or torch.bfloat16, alike on all ranks.
         """
-    def all_to_all(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def all_to_all(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         Block i of the inputs goes to rank i, into its block of this rank.
         """
-    def barrier(self, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def barrier(self, async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         Returns once every rank of the group has called.
         """
-    def broadcast(self, tensor: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def broadcast(self, tensor: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         tensor = the root's tensor.
         """
@@ -145,7 +145,7 @@ class Communicator:
         """
         Raises InvalidUsage where shutdown() would break a capture that is under way.
         """
-    def gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def gather(self, input: torch.Tensor, outputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         At the root: outputs = the inputs of all ranks, in rank order.
         """
@@ -153,15 +153,15 @@ class Communicator:
         """
         The host and the process id of a rank of the group; None for both where the backend does not know them.
         """
-    def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def recv(self, tensor: torch.Tensor, src: typing.SupportsInt | typing.SupportsIndex = -1, tag: typing.SupportsIndex = 0, async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.
         """
-    def reduce(self, input: torch.Tensor, output: torch.Tensor | None, root: typing.SupportsInt | typing.SupportsIndex, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def reduce(self, input: torch.Tensor, output: torch.Tensor | None, root: typing.SupportsInt | typing.SupportsIndex, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         At the root: output = the combined inputs. Elsewhere output is ignored.
         """
-    def reduce_scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def reduce_scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor], output: torch.Tensor, op: str = 'sum', async_op: bool = False, factor: typing.SupportsFloat | typing.SupportsIndex = 1.0, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         output = this rank's block of the combined inputs.
         """
@@ -169,11 +169,11 @@ class Communicator:
         """
         Raises where one of these ranks will not come to make a group, or where this group was aborted.
         """
-    def scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, output: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def scatter(self, inputs: torch.Tensor | collections.abc.Sequence[torch.Tensor] | None, output: torch.Tensor, root: typing.SupportsInt | typing.SupportsIndex, async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         output = this rank's block of the root's inputs.
         """
-    def send(self, tensor: torch.Tensor, dst: typing.SupportsInt | typing.SupportsIndex, tag: typing.SupportsIndex = 0, async_op: bool = False, label: str = '', timeout: typing.SupportsFloat | typing.SupportsIndex | None = None) -> typing.Any:
+    def send(self, tensor: torch.Tensor, dst: typing.SupportsInt | typing.SupportsIndex, tag: typing.SupportsIndex = 0, async_op: bool = False, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, label: str = '') -> typing.Any:
         """
         Sends to rank dst, which receives it with the same tag.
         """

@@ -201,8 +201,8 @@ def all_reduce(
         _tensor(result, "out"),
         op,
         async_op,
-        factor=_factor(op, factor),
-        timeout=timeout,
+        _factor(op, factor),
+        timeout,
     )
     return result if work is None else work
 
@@ -275,8 +275,8 @@ def reduce_scatter(
         _tensor(out, "out"),
         op,
         async_op,
-        factor=_factor(op, factor),
-        timeout=timeout,
+        _factor(op, factor),
+        timeout,
     )
     return out if work is None else work
 
@@ -334,7 +334,7 @@ def all_gather(
             raise _needs_out("all_gather")
         out = _all_blocks(tensor, communicator.size)
     work = communicator.all_gather(
-        _tensor(tensor, "tensor"), _blocks(out, "out"), async_op, timeout=timeout
+        _tensor(tensor, "tensor"), _blocks(out, "out"), async_op, timeout
     )
     return out if work is None else work
 
@@ -372,7 +372,7 @@ def broadcast(
         tensor([0, 1, 2])
     """
     work = _groups.communicator_of(group).broadcast(
-        _tensor(tensor, "tensor"), root, async_op, timeout=timeout
+        _tensor(tensor, "tensor"), root, async_op, timeout
     )
     return tensor if work is None else work
 
@@ -429,8 +429,8 @@ def reduce(
         root,
         op,
         async_op,
-        factor=_factor(op, factor),
-        timeout=timeout,
+        _factor(op, factor),
+        timeout,
     )
     return result if work is None else work
 
@@ -491,7 +491,7 @@ def gather(
         None if out is None else _blocks(out, "out"),
         root,
         async_op,
-        timeout=timeout,
+        timeout,
     )
     return out if work is None else work
 
@@ -547,7 +547,7 @@ def scatter(
         _tensor(out, "out"),
         root,
         async_op,
-        timeout=timeout,
+        timeout,
     )
     return out if work is None else work
 
@@ -604,7 +604,7 @@ def all_to_all(
         _tensor(whole, "tensor")
         out = _new(whole, whole.shape)
     work = _groups.communicator_of(group).all_to_all(
-        _blocks(tensor, "tensor"), _blocks(out, "out"), async_op, timeout=timeout
+        _blocks(tensor, "tensor"), _blocks(out, "out"), async_op, timeout
     )
     return out if work is None else work
 
@@ -646,7 +646,7 @@ def send(
         ...     pydist.send(torch.ones(3), dst=1)
     """
     result: Work | None = _groups.communicator_of(group).send(
-        _tensor(tensor, "tensor"), dst, tag, async_op, timeout=timeout
+        _tensor(tensor, "tensor"), dst, tag, async_op, timeout
     )
     return result
 
@@ -690,7 +690,7 @@ def recv(
         ...     sender = pydist.recv(torch.empty(3), src=0)
     """
     result: int | Work = _groups.communicator_of(group).recv(
-        _tensor(tensor, "tensor"), -1 if src is None else src, tag, async_op, timeout=timeout
+        _tensor(tensor, "tensor"), -1 if src is None else src, tag, async_op, timeout
     )
     return result
 
@@ -718,7 +718,7 @@ def barrier(
         >>> pydist.init()
         >>> pydist.barrier()
     """
-    result: Work | None = _groups.communicator_of(group).barrier(async_op, timeout=timeout)
+    result: Work | None = _groups.communicator_of(group).barrier(async_op, timeout)
     return result
 
 

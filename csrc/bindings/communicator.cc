@@ -103,8 +103,8 @@ void set_wire_dtype(Operation& operation, std::optional<at::ScalarType> wire_dty
 }
 
 py::object all_reduce(Communicator& self, TensorArgument input, TensorArgument output,
-                      OpArgument op, bool async_op, double factor, std::string_view label,
-                      Timeout_s timeout, std::optional<at::ScalarType> wire_dtype) {
+                      OpArgument op, bool async_op, double factor, Timeout_s timeout,
+                      std::string_view label, std::optional<at::ScalarType> wire_dtype) {
   return launch(self, OpKind::kAllReduce, {async_op, label, timeout}, results_of(async_op, output),
                 [&](Operation& operation, DenseTensors& tensors) {
                   set_op(operation, op.op, *input.tensor);
@@ -118,12 +118,12 @@ py::object all_reduce(Communicator& self, TensorArgument input, TensorArgument o
 // What most calls are: looking at arguments that nobody gave costs as much as a small operation.
 py::object all_reduce_plainly(Communicator& self, TensorArgument input, TensorArgument output,
                               OpArgument op, bool async_op) {
-  return all_reduce(self, input, output, op, async_op, 1.0, {}, std::nullopt, std::nullopt);
+  return all_reduce(self, input, output, op, async_op, 1.0, std::nullopt, {}, std::nullopt);
 }
 
 py::object reduce_scatter(Communicator& self, const TensorsArgument& inputs, TensorArgument output,
-                          OpArgument op, bool async_op, double factor, std::string_view label,
-                          Timeout_s timeout) {
+                          OpArgument op, bool async_op, double factor, Timeout_s timeout,
+                          std::string_view label) {
   return launch(self, OpKind::kReduceScatter, {async_op, label, timeout},
                 results_of(async_op, output), [&](Operation& operation, DenseTensors& tensors) {
                   set_op(operation, op.op, *output.tensor);
@@ -134,7 +134,7 @@ py::object reduce_scatter(Communicator& self, const TensorsArgument& inputs, Ten
 }
 
 py::object all_gather(Communicator& self, TensorArgument input, const TensorsArgument& outputs,
-                      bool async_op, std::string_view label, Timeout_s timeout) {
+                      bool async_op, Timeout_s timeout, std::string_view label) {
   return launch(self, OpKind::kAllGather, {async_op, label, timeout},
                 results_of(async_op, outputs.tensors),
                 [&](Operation& operation, DenseTensors& tensors) {
@@ -144,7 +144,7 @@ py::object all_gather(Communicator& self, TensorArgument input, const TensorsArg
 }
 
 py::object broadcast(Communicator& self, TensorArgument tensor, int root, bool async_op,
-                     std::string_view label, Timeout_s timeout) {
+                     Timeout_s timeout, std::string_view label) {
   return launch(self, OpKind::kBroadcast, {async_op, label, timeout}, results_of(async_op, tensor),
                 [&](Operation& operation, DenseTensors& tensors) {
                   operation.peer = root;
@@ -157,8 +157,8 @@ py::object broadcast(Communicator& self, TensorArgument tensor, int root, bool a
 }
 
 py::object reduce(Communicator& self, TensorArgument input, std::optional<TensorArgument> output,
-                  int root, OpArgument op, bool async_op, double factor, std::string_view label,
-                  Timeout_s timeout) {
+                  int root, OpArgument op, bool async_op, double factor, Timeout_s timeout,
+                  std::string_view label) {
   return launch(self, OpKind::kReduce, {async_op, label, timeout},
                 output ? results_of(async_op, *output) : Tensors(),
                 [&](Operation& operation, DenseTensors& tensors) {
@@ -174,7 +174,7 @@ py::object reduce(Communicator& self, TensorArgument input, std::optional<Tensor
 
 py::object gather(Communicator& self, TensorArgument input,
                   const std::optional<TensorsArgument>& outputs, int root, bool async_op,
-                  std::string_view label, Timeout_s timeout) {
+                  Timeout_s timeout, std::string_view label) {
   return launch(self, OpKind::kGather, {async_op, label, timeout},
                 outputs ? results_of(async_op, outputs->tensors) : Tensors(),
                 [&](Operation& operation, DenseTensors& tensors) {
@@ -187,8 +187,8 @@ py::object gather(Communicator& self, TensorArgument input,
 }
 
 py::object scatter(Communicator& self, const std::optional<TensorsArgument>& inputs,
-                   TensorArgument output, int root, bool async_op, std::string_view label,
-                   Timeout_s timeout) {
+                   TensorArgument output, int root, bool async_op, Timeout_s timeout,
+                   std::string_view label) {
   return launch(self, OpKind::kScatter, {async_op, label, timeout}, results_of(async_op, output),
                 [&](Operation& operation, DenseTensors& tensors) {
                   operation.peer = root;
@@ -200,8 +200,8 @@ py::object scatter(Communicator& self, const std::optional<TensorsArgument>& inp
 }
 
 py::object all_to_all(Communicator& self, const TensorsArgument& inputs,
-                      const TensorsArgument& outputs, bool async_op, std::string_view label,
-                      Timeout_s timeout) {
+                      const TensorsArgument& outputs, bool async_op, Timeout_s timeout,
+                      std::string_view label) {
   return launch(self, OpKind::kAllToAll, {async_op, label, timeout},
                 results_of(async_op, outputs.tensors),
                 [&](Operation& operation, DenseTensors& tensors) {
@@ -211,7 +211,7 @@ py::object all_to_all(Communicator& self, const TensorsArgument& inputs,
 }
 
 py::object send(Communicator& self, TensorArgument tensor, int dst, TagArgument tag, bool async_op,
-                std::string_view label, Timeout_s timeout) {
+                Timeout_s timeout, std::string_view label) {
   return launch(self, OpKind::kSend, {async_op, label, timeout}, {},
                 [&](Operation& operation, DenseTensors& tensors) {
                   operation.peer = dst;
@@ -221,7 +221,7 @@ py::object send(Communicator& self, TensorArgument tensor, int dst, TagArgument 
 }
 
 py::object recv(Communicator& self, TensorArgument tensor, int src, TagArgument tag, bool async_op,
-                std::string_view label, Timeout_s timeout) {
+                Timeout_s timeout, std::string_view label) {
   return launch(self, OpKind::kRecv, {async_op, label, timeout}, results_of(async_op, tensor),
                 [&](Operation& operation, DenseTensors& tensors) {
                   operation.peer = src;
@@ -230,7 +230,7 @@ py::object recv(Communicator& self, TensorArgument tensor, int src, TagArgument 
                 });
 }
 
-py::object barrier(Communicator& self, bool async_op, std::string_view label, Timeout_s timeout) {
+py::object barrier(Communicator& self, bool async_op, Timeout_s timeout, std::string_view label) {
   return launch(self, OpKind::kBarrier, {async_op, label, timeout}, {},
                 [](Operation& /*operation*/, DenseTensors& /*tensors*/) {});
 }
@@ -443,6 +443,8 @@ void release_process() {
   Endpoint::release_process();
 }
 
+// Looking for what is given by name costs about as much as a small operation. So what pydist's own
+// functions give comes first, in one order.
 void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
   const auto op = py::arg_v("op", py::str("sum"), "'sum'");
   const auto async_op = py::arg("async_op") = false;
@@ -452,31 +454,31 @@ void bind_operations(py::class_<Communicator, CommunicatorPtr>& type) {
   type.def("all_reduce", &all_reduce_plainly, py::arg("input"), py::arg("output"), py::arg("op"),
            py::arg("async_op"), "The plain case of the following.");
   type.def("all_reduce", &all_reduce, py::arg("input"), py::arg("output"), op, async_op, factor,
-           label, timeout, py::arg("wire_dtype") = py::none(),
+           timeout, label, py::arg("wire_dtype") = py::none(),
            "output = the elements of all ranks' inputs combined; they may be one tensor. Returns a "
            "Work where async_op, otherwise None. Sums, means and premul_sums of float32 travel as "
            "wire_dtype where it is given: torch.float16 or torch.bfloat16, alike on all ranks.");
   type.def("reduce_scatter", &reduce_scatter, py::arg("inputs"), py::arg("output"), op, async_op,
-           factor, label, timeout, "output = this rank's block of the combined inputs.");
-  type.def("all_gather", &all_gather, py::arg("input"), py::arg("outputs"), async_op, label,
-           timeout, "outputs = the inputs of all ranks, in rank order.");
-  type.def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), async_op, label, timeout,
+           factor, timeout, label, "output = this rank's block of the combined inputs.");
+  type.def("all_gather", &all_gather, py::arg("input"), py::arg("outputs"), async_op, timeout,
+           label, "outputs = the inputs of all ranks, in rank order.");
+  type.def("broadcast", &broadcast, py::arg("tensor"), py::arg("root"), async_op, timeout, label,
            "tensor = the root's tensor.");
   type.def("reduce", &reduce, py::arg("input"), py::arg("output"), py::arg("root"), op, async_op,
-           factor, label, timeout,
+           factor, timeout, label,
            "At the root: output = the combined inputs. Elsewhere output is ignored.");
   type.def("gather", &gather, py::arg("input"), py::arg("outputs"), py::arg("root"), async_op,
-           label, timeout, "At the root: outputs = the inputs of all ranks, in rank order.");
+           timeout, label, "At the root: outputs = the inputs of all ranks, in rank order.");
   type.def("scatter", &scatter, py::arg("inputs"), py::arg("output"), py::arg("root"), async_op,
-           label, timeout, "output = this rank's block of the root's inputs.");
-  type.def("all_to_all", &all_to_all, py::arg("inputs"), py::arg("outputs"), async_op, label,
-           timeout, "Block i of the inputs goes to rank i, into its block of this rank.");
+           timeout, label, "output = this rank's block of the root's inputs.");
+  type.def("all_to_all", &all_to_all, py::arg("inputs"), py::arg("outputs"), async_op, timeout,
+           label, "Block i of the inputs goes to rank i, into its block of this rank.");
   type.def("send", &send, py::arg("tensor"), py::arg("dst"), py::arg_v("tag", py::int_(0), "0"),
-           async_op, label, timeout, "Sends to rank dst, which receives it with the same tag.");
+           async_op, timeout, label, "Sends to rank dst, which receives it with the same tag.");
   type.def("recv", &recv, py::arg("tensor"), py::arg("src") = kAnySource,
-           py::arg_v("tag", py::int_(0), "0"), async_op, label, timeout,
+           py::arg_v("tag", py::int_(0), "0"), async_op, timeout, label,
            "Receives from rank src, or from anybody (-1). Returns the source rank, or a Work.");
-  type.def("barrier", &barrier, async_op, label, timeout,
+  type.def("barrier", &barrier, async_op, timeout, label,
            "Returns once every rank of the group has called.");
 }
 

@@ -26,9 +26,9 @@ def gather(bucket: Bucket, communicator: _native.Communicator) -> None:
         return
     label = f"parameters of {bucket.label}"
     if not all(type(p) is nn.Parameter for p in bucket.parameters):
-        communicator.all_gather(bucket.shard, bucket.memory, False, label)
+        communicator.all_gather(bucket.shard, bucket.memory, False, label=label)
         return
-    work = communicator.all_gather(bucket.shard, bucket.memory, True, label)
+    work = communicator.all_gather(bucket.shard, bucket.memory, True, label=label)
     assert work is not None
     bucket.gather = Gather(bucket.parameters, work)
 

@@ -512,7 +512,7 @@ class ShardedOptimizer(Optimizer):
                 # What all ranks read: none reads it any more, and none does before it is whole.
                 for step in self._steps:
                     step.run(self.param_groups)
-                self._communicator.barrier(False, "after parameters were written")
+                self._communicator.barrier(label="after parameters were written")
             elif self._offload is not None:
                 self._offload.step(self.param_groups)
             else:
@@ -742,7 +742,7 @@ class ShardedOptimizer(Optimizer):
         guarded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._is_one_copy:
             self._writes.settle()
-            self._communicator.barrier(False, "before one rank writes parameters")
+            self._communicator.barrier(label="before one rank writes parameters")
             mine = self._communicator.rank == _WRITER
             guarded = self._writes.of_one_rank(_WRITER, self._apart())
         self._is_writing = True

@@ -149,7 +149,7 @@ class OwnWrites:
             assert write.values is not None
             _flat(write.bucket.memory, write.member).copy_(write.values)
             self._put_back(write)
-        self._communicator.barrier(False, "after one rank has written parameters")
+        self._communicator.barrier(label="after one rank has written parameters")
         self._forget(written)
         torch.autograd.graph.increment_version(  # as in settle()
             [m.parameter for m, is_one in zip(members, are_written, strict=True) if is_one]

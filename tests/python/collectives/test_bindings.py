@@ -84,7 +84,7 @@ def test_every_operation(communicator: _native.Communicator) -> None:
     tensor, output = torch.arange(4.0), torch.zeros(4)
     assert communicator.all_reduce(tensor, output, "sum", False) is None
     assert torch.equal(output, tensor)
-    communicator.all_reduce(tensor, output, "premul_sum", False, 0.5, "half", 5.0)
+    communicator.all_reduce(tensor, output, "premul_sum", False, 0.5, 5.0, "half")
     assert torch.equal(output, tensor / 2)
     for inputs in (tensor, [tensor], (tensor,)):
         output.zero_()
