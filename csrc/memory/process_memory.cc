@@ -30,7 +30,8 @@ int ProcessMemory::read(void* target, std::uint64_t address, std::size_t bytes) 
         ::process_vm_readv(pid_, here.data(), here.size(), there.data(), there.size(), 0);
     if (count != static_cast<ssize_t>(now + sizeof seen)) {
       const int error = count < 0 ? errno : EFAULT;
-      return obstacle() == 0 ? error : ESRCH;
+      const int why = obstacle();
+      return why == 0 ? error : why;
     }
     if (seen != mark_) {
       return ESRCH;

@@ -45,13 +45,53 @@ Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell
 
 void Messages::send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done) {
   Outgoing& lane = outgoing_[static_cast<std::size_t>(peer)];
+  reserve(peer, lane);
+  Send send{tag, buffer, std::move(on_done)};
+  lane.unannounced.push_back(std::move(send));
+  ++pending_;
+}
+
+void Messages::reserve(int peer, Outgoing& lane) {
   if (!lane.is_reserved) {
     segment_.reserve_lane(rank_, peer);
     lane.is_reserved = true;
   }
-  Send send{tag, buffer, std::move(on_done)};
-  lane.unannounced.push_back(std::move(send));
-  ++pending_;
+}
+
+bool Messages::may_send_at_once(int peer, const Buffer& buffer) const noexcept {
+  return is_small_and_here(peer, buffer) && is_idle() && may_announce(peer);
+}
+
+void Messages::send_at_once(int peer, std::uint64_t tag, const Buffer& buffer) {
+  reserve(peer, outgoing_[static_cast<std::size_t>(peer)]);
+  publish(peer, segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed), tag,
+          buffer);
+}
+
+Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer& buffer) {
+  if (!is_small_and_here(peer, buffer) || !is_idle() || !unexpected_.empty()) {
+    return AtOnce::kNever;
+  }
+  LaneCounters& counters = segment_.counters(peer, rank_);
+  const std::uint64_t number = counters.heard.load(std::memory_order_relaxed);
+  const std::uint64_t announced = counters.announced.load(std::memory_order_acquire);
+  if (announced == number) {
+    return AtOnce::kNotYet;
+  }
+  if (announced - number > kLaneDepth) {
+    return AtOnce::kNever;  // hear() says what is wrong
+  }
+  const Announcement announcement = segment_.rings(peer, rank_).announcements[number % kLaneDepth];
+  if (announcement.tag != tag) {
+    return AtOnce::kNever;
+  }
+  require_alike(buffer, peer, announcement);
+  if (buffer.count != 0) {
+    std::memcpy(buffer.data, announcement.payload.data(), buffer.bytes());
+  }
+  counters.heard.store(number + 1, std::memory_order_release);
+  doorbells_[static_cast<std::size_t>(peer)]->ring();
+  return AtOnce::kDone;
 }
 
 void Messages::receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer,
@@ -100,33 +140,37 @@ void Messages::finish(OnDone& on_done, int peer) {
   on_done(peer);
 }
 
+bool Messages::may_announce(int peer) const noexcept {
+  const LaneCounters& counters = segment_.counters(rank_, peer);
+  return counters.announced.load(std::memory_order_relaxed) -
+             counters.heard.load(std::memory_order_acquire) <
+         kLaneDepth;
+}
+
+void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer) {
+  Announcement& announcement = segment_.rings(rank_, peer).announcements[number % kLaneDepth];
+  announcement.tag = tag;
+  announcement.count = buffer.count;
+  announcement.dtype = buffer.dtype;
+  if (buffer.count != 0 && buffer.bytes() <= kInlineMessageBytes) {
+    std::memcpy(announcement.payload.data(), buffer.data, buffer.bytes());
+  }
+  segment_.counters(rank_, peer).announced.store(number + 1, std::memory_order_release);
+  if (MessageCarrier* const carrier = carrier_to(peer)) {
+    carrier->send_announcement(peer, number, announcement);
+  }
+  doorbells_[static_cast<std::size_t>(peer)]->ring();
+}
+
 bool Messages::announce(int peer, Outgoing& lane) {
-  LaneCounters& counters = segment_.counters(rank_, peer);
-  LaneRings& rings = segment_.rings(rank_, peer);
   bool moved = false;
-  while (!lane.unannounced.empty()) {
-    const std::uint64_t number = counters.announced.load(std::memory_order_relaxed);
-    if (number - counters.heard.load(std::memory_order_acquire) >= kLaneDepth) {
-      break;
-    }
+  while (!lane.unannounced.empty() && may_announce(peer)) {
     Send send = std::move(lane.unannounced.front());
     lane.unannounced.pop_front();
-    send.number = number;
-    Announcement& announcement = rings.announcements[number % kLaneDepth];
-    announcement.tag = send.tag;
-    announcement.count = send.buffer.count;
-    announcement.dtype = send.buffer.dtype;
-    const bool rides_along = send.buffer.bytes() <= kInlineMessageBytes;
-    if (rides_along && send.buffer.count != 0) {
-      std::memcpy(announcement.payload.data(), send.buffer.data, send.buffer.bytes());
-    }
-    counters.announced.store(number + 1, std::memory_order_release);
-    if (MessageCarrier* const carrier = carrier_to(peer)) {
-      carrier->send_announcement(peer, number, announcement);
-    }
-    doorbells_[static_cast<std::size_t>(peer)]->ring();
+    send.number = segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed);
+    publish(peer, send.number, send.tag, send.buffer);
     moved = true;
-    if (rides_along) {
+    if (send.buffer.bytes() <= kInlineMessageBytes) {
       finish(send.on_done, peer);
     } else {
       lane.announced.push_back(std::move(send));
@@ -199,22 +243,26 @@ bool Messages::hear(int peer) {
   return true;
 }
 
+void Messages::require_alike(const Buffer& buffer, int peer,
+                             const Announcement& announcement) const {
+  if (announcement.dtype != buffer.dtype || announcement.count != buffer.count) {
+    throw Mismatch(
+        join("Rank ", rank_, " receives ", buffer.count, " elements of ", to_string(buffer.dtype),
+             " from rank ", peer, " with tag ", announcement.tag, ", but rank ", peer, " sends ",
+             announcement.count, " of ", to_string(announcement.dtype),
+             ". Both ends of a message must have the same dtype and count."),
+        Blame{.ranks = {std::min(rank_, peer), std::max(rank_, peer)},
+              .operation = join("receive from rank ", peer, " (tag ", announcement.tag, ")"),
+              .cause = "both ends have different tensors"});
+  }
+}
+
 bool Messages::match(std::list<Receive>::iterator receive, int peer, const Heard& heard) {
   const Announcement& announcement = heard.announcement;
   if (receive->peer.value_or(peer) != peer || receive->tag != announcement.tag) {
     return false;
   }
-  const Buffer& buffer = receive->buffer;
-  if (announcement.dtype != buffer.dtype || announcement.count != buffer.count) {
-    throw Mismatch(
-        join("Rank ", rank_, " receives ", buffer.count, " elements of ", to_string(buffer.dtype),
-             " from rank ", peer, " with tag ", receive->tag, ", but rank ", peer, " sends ",
-             announcement.count, " of ", to_string(announcement.dtype),
-             ". Both ends of a message must have the same dtype and count."),
-        Blame{.ranks = {std::min(rank_, peer), std::max(rank_, peer)},
-              .operation = join("receive from rank ", peer, " (tag ", receive->tag, ")"),
-              .cause = "both ends have different tensors"});
-  }
+  require_alike(receive->buffer, peer, announcement);
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);
   const std::size_t bytes = matched.buffer.bytes();

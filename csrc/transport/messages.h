@@ -56,6 +56,15 @@ class Messages {
   // From `peer`, or from anybody where there is none.
   void receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
 
+  // Whether a message would go into its announcement, between ranks of this host, and nothing is in
+  // front of it; then send_at_once() sends it.
+  [[nodiscard]] bool may_send_at_once(int peer, const Buffer& buffer) const noexcept;
+  void send_at_once(int peer, std::uint64_t tag, const Buffer& buffer);
+  // Receives such a message, if it is the next one and nothing else is under way. Nothing has
+  // happened unless it is kDone. Throws as advance() does.
+  enum class AtOnce { kDone, kNotYet, kNever };
+  [[nodiscard]] AtOnce try_receive(int peer, std::uint64_t tag, const Buffer& buffer);
+
   // Moves everything along that can be moved; returns whether anything was. Throws Mismatch where
   // a receive meets a message of another type or size.
   bool advance();
@@ -103,10 +112,19 @@ class Messages {
   [[nodiscard]] MessageCarrier* carrier_to(int peer) const noexcept {
     return carrier_ != nullptr && carrier_->reaches(peer) ? carrier_ : nullptr;
   }
+  [[nodiscard]] bool is_small_and_here(int peer, const Buffer& buffer) const noexcept {
+    return buffer.bytes() <= kInlineMessageBytes && carrier_to(peer) == nullptr;
+  }
+  void reserve(int peer, Outgoing& lane);
+  // Fills in the announcement of message `number`, for which there is room, and publishes it.
+  void publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer);
+  [[nodiscard]] bool may_announce(int peer) const noexcept;
   bool announce(int peer, Outgoing& lane);
   bool take_grants(int peer, Outgoing& lane);
   bool move_out(int peer, Outgoing& lane);
   bool hear(int peer);
+  // Throws Mismatch.
+  void require_alike(const Buffer& buffer, int peer, const Announcement& announcement) const;
   bool match(std::list<Receive>::iterator receive, int peer, const Heard& heard);
   bool grant(int peer, Incoming& lane);
   bool move_in(int peer, Incoming& lane);

@@ -170,7 +170,15 @@ bool CandidateChooser::is_better(std::size_t candidate) const {
 }
 
 void CandidateChooser::charge_slow_ones() {
-  const double known = times_[current_].empty() ? expected_ : median_of(times_[current_]);
+  double known = times_[current_].empty() ? expected_ : median_of(times_[current_]);
+  if (known <= 0) {
+    // No operation has gone that way; any that was tried could have gone the quickest.
+    for (const std::vector<double>& times : times_) {
+      if (!times.empty() && (known <= 0 || median_of(times) < known)) {
+        known = median_of(times);
+      }
+    }
+  }
   if (known <= 0) {
     return;
   }
@@ -187,19 +195,19 @@ void CandidateChooser::charge_slow_ones() {
 void CandidateChooser::judge() {
   charge_slow_ones();
   ++judged_;
-  // Times may be missing: of operations that went another way in the end, or failed. Where none of
-  // the current way's have been taken, operations do not go that way, and any other is better.
+  // Times may be missing: of operations that went another way in the end, or failed. Where most of
+  // the current way's are, operations do not go that way, and whichever is known is better.
   const std::size_t least = rhythm_.rounds / 2 + 1;
-  const bool goes_current_way = !times_[current_].empty();
+  const bool goes_current_way = times_[current_].size() >= least;
   std::size_t best = current_;
   for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
     const std::vector<double>& times = times_[candidate];
     medians_[candidate] = times.empty() ? std::nullopt : std::optional(median_of(times));
-    if (!is_in_[candidate] || times.size() < least ||
-        (goes_current_way && (times_[current_].size() < least || !is_better(candidate)))) {
+    if (!is_in_[candidate] || times.size() < least || (goes_current_way && !is_better(candidate))) {
       continue;
     }
-    if (times_[best].empty() || *medians_[candidate] < median_of(times_[best])) {
+    const bool knows_best = best != current_ || goes_current_way;
+    if (!knows_best || *medians_[candidate] < median_of(times_[best])) {
       best = candidate;
     }
   }

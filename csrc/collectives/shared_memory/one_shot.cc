@@ -48,16 +48,21 @@ std::size_t block_offset(const Group& group, int sender, int receiver) {
       Blame{.ranks = {sender}, .cause = join("its memory can't be read: ", why)});
 }
 
-// A process that is being killed loses its memory before the kernel tells that it has ended.
-bool ends_soon(const ProcessMemory& process) {
+// Whether a rank whose memory can't be read has ended, or left. One that is being killed loses its
+// memory before the kernel tells that it has ended, so this looks for a while. Throws the group's
+// failure: who has raised may have freed what was to be read.
+bool is_gone(const Group& group, int rank) {
   constexpr std::chrono::milliseconds kDying{500};
-  for (const Deadline deadline = Deadline::in(kDying); !deadline.has_passed();) {
-    if (process.obstacle() == ESRCH) {
+  for (const Deadline deadline = Deadline::in(kDying);;) {
+    throw_failure(group);
+    if (has_left(group, rank) || group.process(rank).obstacle() == ESRCH) {
       return true;
+    }
+    if (deadline.has_passed()) {
+      return false;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  return false;
 }
 
 // Copies elements of what `sender` contributes, from `offset` elements on. False where its process
@@ -74,9 +79,7 @@ bool fetch(const Collective& run, int sender, std::size_t offset, std::byte* tar
   if (error == 0) {
     return true;
   }
-  // Who has raised or left may have freed what was to be read.
-  throw_failure(group);
-  if (error != ESRCH && !has_left(group, sender) && !ends_soon(group.process(sender))) {
+  if (!is_gone(group, sender)) {
     throw_refused(group, sender, error);
   }
   return false;

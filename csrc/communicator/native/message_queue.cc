@@ -8,6 +8,12 @@
 #include "communicator/native/wait_check.h"
 
 namespace pydist {
+namespace {
+
+// Looks at the lane before a receive gives up on being done at once: a few microseconds.
+constexpr unsigned kLooksForMessage = 128;
+
+}  // namespace
 
 MessageQueue::MessageQueue(std::shared_ptr<ProgressThread> progress,
                            std::shared_ptr<GroupHealth> health, Messages messages)
@@ -31,6 +37,75 @@ WorkPtr MessageQueue::submit_awaited(Operation operation, Deadline deadline) {
     pending_count_.fetch_add(1);
   }
   return work;
+}
+
+// Note [Messages at once]: as Note [At once], for what rides in its announcement: no handle, no
+// queue, and no memory but the lane's.
+bool MessageQueue::try_at_once(const Operation& operation) {
+  Right right = try_attend();
+  if (!right) {
+    return false;
+  }
+  if (has_work() || health_->has_failed()) {
+    right.unlock();
+    return false;
+  }
+  bool is_done = false;
+  std::optional<Journal::Ticket> ticket;
+  try {
+    is_done = try_with_right(operation, ticket);
+  } catch (...) {
+    health_->fail(std::current_exception());
+    health_->journal().finish(ticket ? *ticket : note_begin(operation, ++started_),
+                              JournalState::kFailed);
+    leave(std::move(right));
+    std::rethrow_exception(health_->failure());
+  }
+  if (is_done) {
+    health_->journal().finish(*ticket, JournalState::kSucceeded);
+  }
+  leave(std::move(right));
+  return is_done;
+}
+
+bool MessageQueue::try_with_right(const Operation& operation,
+                                  std::optional<Journal::Ticket>& ticket) {
+  if (operation.kind == OpKind::kSend) {
+    if (!messages_.may_send_at_once(operation.peer, operation.inputs[0])) {
+      return false;
+    }
+    // First of all: a rank that is stopped once the peer can see its message has begun it.
+    ticket = note_begin(operation, ++started_);
+    messages_.send_at_once(operation.peer, operation.tag, operation.inputs[0]);
+    return true;
+  }
+  if (operation.peer == kAnySource) {
+    return false;
+  }
+  // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
+  const unsigned looks = may_spin() ? kLooksForMessage : 1;
+  for (unsigned look = 1;; ++look) {
+    switch (messages_.try_receive(operation.peer, operation.tag, operation.outputs[0])) {
+      case Messages::AtOnce::kDone:
+        ticket = note_begin(operation, ++started_);
+        return true;
+      case Messages::AtOnce::kNever:
+        return false;
+      case Messages::AtOnce::kNotYet:
+        if (look == looks) {
+          return false;
+        }
+        spin_pause();
+    }
+  }
+}
+
+Journal::Ticket MessageQueue::note_begin(const Operation& operation, std::uint64_t number) {
+  const Buffer& buffer =
+      operation.kind == OpKind::kSend ? operation.inputs[0] : operation.outputs[0];
+  return health_->journal().begin(health_->fingerprint(), number,
+                                  static_cast<std::uint8_t>(operation.kind), buffer.bytes(),
+                                  operation.label);
 }
 
 bool MessageQueue::drive() {
@@ -77,9 +152,7 @@ void MessageQueue::start_submitted() {
     const bool is_send = operation.kind == OpKind::kSend;
     const Buffer& buffer = is_send ? operation.inputs[0] : operation.outputs[0];
     pending->number = ++started_;
-    pending->ticket = health_->journal().begin(health_->fingerprint(), pending->number,
-                                               static_cast<std::uint8_t>(operation.kind),
-                                               buffer.bytes(), operation.label);
+    pending->ticket = note_begin(operation, pending->number);
     const auto on_done = [this, pending](int peer) { done_.push_back({pending, peer}); };
     if (is_send) {
       messages_.send(operation.peer, operation.tag, buffer, on_done);

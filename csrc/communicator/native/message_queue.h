@@ -8,6 +8,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,6 +31,11 @@ class MessageQueue final : public WaitableDrivable {
   // The same for a caller that waits for the work next, and so drives it: no thread is woken.
   [[nodiscard]] WorkPtr submit_awaited(Operation operation, Deadline deadline);
 
+  // Runs a small message on this thread, where nothing is in front of it, and a receive's has come
+  // or comes at once. False: nothing has happened. Throws the group's failure: ends that differ, no
+  // memory for the lane.
+  [[nodiscard]] bool try_at_once(const Operation& operation);
+
   [[nodiscard]] std::string diagnosis() override;
 
   // Ends everything that is under way with the group's failure. Call after the group has failed.
@@ -50,6 +56,9 @@ class MessageQueue final : public WaitableDrivable {
   };
   using PendingList = std::list<Pending>;
 
+  [[nodiscard]] bool try_with_right(const Operation& operation,
+                                    std::optional<Journal::Ticket>& ticket);
+  [[nodiscard]] Journal::Ticket note_begin(const Operation& operation, std::uint64_t number);
   void start_submitted();
   void check_hope();
   void show_awaited();

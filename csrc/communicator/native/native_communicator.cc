@@ -169,6 +169,9 @@ class NativeCommunicator final : public Communicator,
   int run(Operation&& operation) override {
     check(operation);
     if (const OpKind kind = operation.kind; is_point_to_point(kind)) {
+      if (messages_->try_at_once(operation)) {
+        return kind == OpKind::kRecv ? operation.peer : -1;
+      }
       const Deadline deadline = deadline_of(operation);
       return wait_for(*messages_->submit_awaited(std::move(operation), deadline), kind);
     }

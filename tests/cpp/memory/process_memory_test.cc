@@ -126,6 +126,25 @@ TEST(ProcessMemoryTest, WhatIsNotThereIsNotRead) {
   EXPECT_EQ(::munmap(pages, 2 * page), 0);
 }
 
+// Another user's, which is no sign that it has ended.
+TEST(ProcessMemoryTest, WhatTheKernelForbidsIsRefused) {
+  if (::geteuid() != 0) {
+    EXPECT_EQ(ProcessMemory(1, address_of(&mark), mark).obstacle(), EPERM);
+    return;
+  }
+  const ProcessMemory memory(::getpid(), address_of(&mark), mark);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int read = 0;
+    const bool is_refused = ::setresuid(65534, 65534, 65534) == 0 && memory.obstacle() == EPERM &&
+                            memory.read(&read, address_of(&mark), sizeof read) == EPERM;
+    ::_exit(is_refused ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 // A process reads such memory itself, but the kernel keeps no pages of it: as with a device's.
 TEST(ProcessMemoryTest, WhatTheKernelMapsIsNotOffered) {
   std::ifstream maps("/proc/self/maps");

@@ -1,4 +1,5 @@
-// Messages between ranks that are threads; each drives its own end.
+// Messages between ranks that are threads; each drives its own end. The file is long because all
+// of it uses one group of such ranks.
 
 #include "transport/messages.h"
 
@@ -431,6 +432,83 @@ TEST(MessagesTest, APingPongOfMessages) {
       EXPECT_EQ(ball[0], static_cast<std::uint32_t>(turn));
     }
   });
+}
+
+// -- at once --------------------------------------------------------------------------------------
+
+using AtOnce = Messages::AtOnce;
+
+TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
+  HostOfRanks host(2);
+  Messages sender = host.join(0);
+  Messages receiver = host.join(1);
+  std::vector<std::uint32_t> sent = text(8, 1);
+  std::vector<std::uint32_t> got(8, 0);
+  std::vector<std::uint32_t> none;
+  std::vector<std::uint32_t> long_one(9, 0);
+  EXPECT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kNotYet);
+  for (std::size_t turn = 0; turn < 3; ++turn) {
+    for (std::size_t i = 0; i < kLaneDepth; ++i) {
+      ASSERT_TRUE(sender.may_send_at_once(1, buffer(sent)));
+      sender.send_at_once(1, 5, buffer(i % 2 == 0 ? sent : none));
+    }
+    EXPECT_FALSE(sender.may_send_at_once(1, buffer(sent)));
+    for (std::size_t i = 0; i < kLaneDepth; ++i) {
+      std::fill(got.begin(), got.end(), 0);
+      ASSERT_EQ(receiver.try_receive(0, 5, buffer(i % 2 == 0 ? got : none)), AtOnce::kDone);
+      EXPECT_EQ(got == sent, i % 2 == 0);
+    }
+    EXPECT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kNotYet);
+  }
+  EXPECT_FALSE(sender.may_send_at_once(1, buffer(long_one)));
+  EXPECT_EQ(receiver.try_receive(0, 5, buffer(long_one)), AtOnce::kNever);
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+}
+
+TEST(MessagesTest, NothingOvertakesAtOnce) {
+  HostOfRanks host(2);
+  Messages sender = host.join(0);
+  Messages receiver = host.join(1);
+  std::vector<std::uint32_t> first = text(2, 1);
+  std::vector<std::uint32_t> second = text(2, 2);
+  std::vector<std::uint32_t> got(2, 0);
+  std::vector<std::uint32_t> got_later(2, 0);
+  sender.send_at_once(1, 7, buffer(first));
+  // Another tag, which is not the next one: nothing has happened.
+  EXPECT_EQ(receiver.try_receive(0, 8, buffer(got)), AtOnce::kNever);
+  // While a receive waits, another one goes behind it.
+  receiver.receive(0, 8, buffer(got_later), ignore);
+  EXPECT_EQ(receiver.try_receive(0, 7, buffer(got)), AtOnce::kNever);
+  sender.send_at_once(1, 8, buffer(second));
+  EXPECT_TRUE(receiver.advance());
+  EXPECT_TRUE(receiver.is_idle());
+  EXPECT_EQ(got_later, second);
+  // The first one has been heard by now, and is where receive() finds it.
+  EXPECT_EQ(receiver.try_receive(0, 7, buffer(got)), AtOnce::kNever);
+  receiver.receive(0, 7, buffer(got), ignore);
+  EXPECT_EQ(got, first);
+  // While a message is under way, another one goes behind it.
+  std::vector<std::uint32_t> large(100'000, 3);
+  sender.send(1, 7, buffer(large), ignore);
+  EXPECT_FALSE(sender.may_send_at_once(1, buffer(first)));
+}
+
+TEST(MessagesTest, AMismatchAtOnceNamesBothSides) {
+  HostOfRanks host(2);
+  Messages sender = host.join(0);
+  Messages receiver = host.join(1);
+  std::vector<std::uint32_t> sent = text(2, 1);
+  std::vector<std::uint32_t> got(3, 9);
+  sender.send_at_once(1, 0, buffer(sent));
+  try {
+    static_cast<void>(receiver.try_receive(0, 0, buffer(got)));
+    FAIL() << "took it";
+  } catch (const Mismatch& error) {
+    EXPECT_EQ(std::string(error.what()),
+              "Rank 1 receives 3 elements of uint32 from rank 0 with tag 0, but rank 0 sends 2 of "
+              "uint32. Both ends of a message must have the same dtype and count.");
+  }
+  EXPECT_EQ(got, std::vector<std::uint32_t>(3, 9));
 }
 
 TEST(MessagesTest, RandomTrafficAmongMoreRanksThanCores) {

@@ -8,10 +8,13 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <deque>
 #include <functional>
 #include <future>
+#include <random>
 #include <set>
 #include <thread>
+#include <vector>
 
 #include "ranks.h"
 
@@ -112,6 +115,59 @@ TEST(NativeMessagesTest, OneTagMatchesInOrder) {
       EXPECT_EQ(values[i].back(), static_cast<int>(i));
     }
   });
+}
+
+// A blocking call may be over at once, and goes behind what is under way otherwise.
+TEST(NativeMessagesTest, BlockingOnesKeepTheirPlaceAmongOthers) {
+  run_ranks(2, [](RankOfTest& self) {
+    constexpr int kMessages = 400;
+    std::deque<std::vector<int>> values;
+    std::vector<WorkPtr> works;
+    std::mt19937 dice(static_cast<unsigned>(self.rank));
+    for (int i = 0; i < kMessages; ++i) {
+      // Runs of blocking ones, between some that are waited for later; few are too long to ride.
+      const bool blocks = (i / 20) % 2 == 0 || dice() % 2 == 0;
+      values.emplace_back(i % 25 == 7 ? 5000 : 3, self.rank == 0 ? i : -1);
+      Operation operation =
+          self.rank == 0 ? send_to(1, 7, values.back()) : receive_from(0, 7, values.back());
+      if (blocks) {
+        const int source = self.communicator->run(std::move(operation));
+        EXPECT_TRUE(self.rank == 0 || source == 0);
+      } else {
+        works.push_back(self.communicator->submit(std::move(operation)));
+      }
+      if (i % 50 == 49) {
+        for (const WorkPtr& work : works) {
+          work->wait();
+        }
+        works.clear();
+      }
+    }
+    for (const WorkPtr& work : works) {
+      work->wait();
+    }
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      ASSERT_EQ(values[i], std::vector<int>(values[i].size(), static_cast<int>(i)));
+    }
+  });
+}
+
+// Whose ends differ, on both ranks: the sender's call is over by then.
+TEST(NativeMessagesTest, AMismatchOfShortOnesFailsBoth) {
+  const auto errors = collect_errors(2, [](RankOfTest& self) {
+    std::vector<int> values(self.rank == 0 ? 3 : 4, self.rank);
+    if (self.rank == 0) {
+      self.communicator->run(send_to(1, 0, values));
+      self.communicator->run(receive_from(1, 1, values));
+    } else {
+      self.communicator->run(receive_from(0, 0, values));
+    }
+  });
+  for (const std::exception_ptr& error : errors) {
+    ASSERT_NE(error, nullptr);
+    EXPECT_EQ(describe(error).kind, ErrorKind::kMismatch);
+    EXPECT_EQ(describe(error).blame.ranks, (std::vector<int>{0, 1}));
+  }
 }
 
 TEST(NativeMessagesTest, FromAnySource) {
