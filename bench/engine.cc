@@ -33,6 +33,7 @@
 #include "base/error.h"
 #include "collectives/roofline.h"
 #include "communicator/native/native_communicator.h"
+#include "communicator/peers/endpoint.h"
 
 namespace pydist {
 namespace {
@@ -308,6 +309,8 @@ int run(const Settings& settings) {
       int status = 0;
       try {
         Rank(settings, rank, *scratch, roofline, folder).measure();
+        // Others may still wait for each other: they must not take this end for a death.
+        Endpoint::depart_all();
       } catch (const std::exception& error) {
         std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
         status = 1;

@@ -45,25 +45,21 @@ Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell
 
 void Messages::send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done) {
   Outgoing& lane = outgoing_[static_cast<std::size_t>(peer)];
-  reserve(peer, lane);
+  if (!lane.is_reserved) {
+    segment_.reserve_lane(rank_, peer);
+    lane.is_reserved = true;
+  }
   Send send{tag, buffer, std::move(on_done)};
   lane.unannounced.push_back(std::move(send));
   ++pending_;
 }
 
-void Messages::reserve(int peer, Outgoing& lane) {
-  if (!lane.is_reserved) {
-    segment_.reserve_lane(rank_, peer);
-    lane.is_reserved = true;
-  }
-}
-
 bool Messages::may_send_at_once(int peer, const Buffer& buffer) const noexcept {
-  return is_small_and_here(peer, buffer) && is_idle() && may_announce(peer);
+  return is_small_and_here(peer, buffer) && is_idle() &&
+         outgoing_[static_cast<std::size_t>(peer)].is_reserved && may_announce(peer);
 }
 
-void Messages::send_at_once(int peer, std::uint64_t tag, const Buffer& buffer) {
-  reserve(peer, outgoing_[static_cast<std::size_t>(peer)]);
+void Messages::send_at_once(int peer, std::uint64_t tag, const Buffer& buffer) noexcept {
   publish(peer, segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed), tag,
           buffer);
 }

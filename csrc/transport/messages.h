@@ -56,10 +56,10 @@ class Messages {
   // From `peer`, or from anybody where there is none.
   void receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
 
-  // Whether a message would go into its announcement, between ranks of this host, and nothing is in
-  // front of it; then send_at_once() sends it.
+  // Whether a message would go into its announcement, between ranks of this host, nothing is in
+  // front of it, and no memory is needed; then send_at_once() sends it.
   [[nodiscard]] bool may_send_at_once(int peer, const Buffer& buffer) const noexcept;
-  void send_at_once(int peer, std::uint64_t tag, const Buffer& buffer);
+  void send_at_once(int peer, std::uint64_t tag, const Buffer& buffer) noexcept;
   // Receives such a message, if it is the next one and nothing else is under way. Nothing has
   // happened unless it is kDone. Throws as advance() does.
   enum class AtOnce { kDone, kNotYet, kNever };
@@ -115,7 +115,6 @@ class Messages {
   [[nodiscard]] bool is_small_and_here(int peer, const Buffer& buffer) const noexcept {
     return buffer.bytes() <= kInlineMessageBytes && carrier_to(peer) == nullptr;
   }
-  void reserve(int peer, Outgoing& lane);
   // Fills in the announcement of message `number`, for which there is room, and publishes it.
   void publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer);
   [[nodiscard]] bool may_announce(int peer) const noexcept;

@@ -21,27 +21,45 @@ MessageQueue::MessageQueue(std::shared_ptr<ProgressThread> progress,
       health_(std::move(health)),
       messages_(std::move(messages)) {}
 
+std::shared_ptr<NativeWork> MessageQueue::make_work() {
+  return std::make_shared<NativeWork>(
+      std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
+}
+
 WorkPtr MessageQueue::submit(Operation operation, Deadline deadline) {
-  WorkPtr work = submit_awaited(std::move(operation), deadline);
+  std::shared_ptr<NativeWork> work = make_work();
+  bool is_done = false;
+  try {
+    is_done = try_at_once(operation, /*may_wait=*/false);
+  } catch (...) {
+    // The group has failed: so does the operation, where its work is waited for.
+  }
+  if (is_done) {
+    work->finish(nullptr, operation.kind == OpKind::kRecv ? operation.peer : -1);
+    return work;
+  }
+  enqueue(std::move(operation), deadline, work);
   hand_over();
   return work;
 }
 
 WorkPtr MessageQueue::submit_awaited(Operation operation, Deadline deadline) {
-  auto work =
-      std::make_shared<NativeWork>(std::static_pointer_cast<WaitableDrivable>(shared_from_this()));
-  prepare();
-  {
-    const std::lock_guard lock(mutex_);
-    submitted_.push_back({std::move(operation), deadline, work});
-    pending_count_.fetch_add(1);
-  }
+  std::shared_ptr<NativeWork> work = make_work();
+  enqueue(std::move(operation), deadline, work);
   return work;
+}
+
+void MessageQueue::enqueue(Operation operation, Deadline deadline,
+                           std::shared_ptr<NativeWork> work) {
+  prepare();
+  const std::lock_guard lock(mutex_);
+  submitted_.push_back({std::move(operation), deadline, std::move(work)});
+  pending_count_.fetch_add(1);
 }
 
 // Note [Messages at once]: as Note [At once], for what rides in its announcement: no handle, no
 // queue, and no memory but the lane's.
-bool MessageQueue::try_at_once(const Operation& operation) {
+bool MessageQueue::try_at_once(const Operation& operation, bool may_wait) {
   Right right = try_attend();
   if (!right) {
     return false;
@@ -53,7 +71,8 @@ bool MessageQueue::try_at_once(const Operation& operation) {
   bool is_done = false;
   std::optional<Journal::Ticket> ticket;
   try {
-    is_done = try_with_right(operation, ticket);
+    // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
+    is_done = try_with_right(operation, ticket, may_wait && may_spin() ? kLooksForMessage : 1);
   } catch (...) {
     health_->fail(std::current_exception());
     health_->journal().finish(ticket ? *ticket : note_begin(operation, ++started_),
@@ -69,7 +88,7 @@ bool MessageQueue::try_at_once(const Operation& operation) {
 }
 
 bool MessageQueue::try_with_right(const Operation& operation,
-                                  std::optional<Journal::Ticket>& ticket) {
+                                  std::optional<Journal::Ticket>& ticket, unsigned looks) {
   if (operation.kind == OpKind::kSend) {
     if (!messages_.may_send_at_once(operation.peer, operation.inputs[0])) {
       return false;
@@ -82,8 +101,6 @@ bool MessageQueue::try_with_right(const Operation& operation,
   if (operation.peer == kAnySource) {
     return false;
   }
-  // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
-  const unsigned looks = may_spin() ? kLooksForMessage : 1;
   for (unsigned look = 1;; ++look) {
     switch (messages_.try_receive(operation.peer, operation.tag, operation.outputs[0])) {
       case Messages::AtOnce::kDone:

@@ -31,10 +31,10 @@ class MessageQueue final : public WaitableDrivable {
   // The same for a caller that waits for the work next, and so drives it: no thread is woken.
   [[nodiscard]] WorkPtr submit_awaited(Operation operation, Deadline deadline);
 
-  // Runs a small message on this thread, where nothing is in front of it, and a receive's has come
-  // or comes at once. False: nothing has happened. Throws the group's failure: ends that differ, no
-  // memory for the lane.
-  [[nodiscard]] bool try_at_once(const Operation& operation);
+  // Runs a short message on this thread, where nothing is in front of it, and a receive's has come
+  // or `may_wait` and it comes soon. False: nothing has happened. Throws the group's failure where
+  // the ends differ.
+  [[nodiscard]] bool try_at_once(const Operation& operation, bool may_wait);
 
   [[nodiscard]] std::string diagnosis() override;
 
@@ -57,7 +57,9 @@ class MessageQueue final : public WaitableDrivable {
   using PendingList = std::list<Pending>;
 
   [[nodiscard]] bool try_with_right(const Operation& operation,
-                                    std::optional<Journal::Ticket>& ticket);
+                                    std::optional<Journal::Ticket>& ticket, unsigned looks);
+  void enqueue(Operation operation, Deadline deadline, std::shared_ptr<NativeWork> work);
+  [[nodiscard]] std::shared_ptr<NativeWork> make_work();
   [[nodiscard]] Journal::Ticket note_begin(const Operation& operation, std::uint64_t number);
   void start_submitted();
   void check_hope();

@@ -169,7 +169,7 @@ class NativeCommunicator final : public Communicator,
   int run(Operation&& operation) override {
     check(operation);
     if (const OpKind kind = operation.kind; is_point_to_point(kind)) {
-      if (messages_->try_at_once(operation)) {
+      if (messages_->try_at_once(operation, /*may_wait=*/true)) {
         return kind == OpKind::kRecv ? operation.peer : -1;
       }
       const Deadline deadline = deadline_of(operation);
