@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cerrno>
 
 namespace pydist {
@@ -12,8 +13,10 @@ namespace {
 // The kernel takes somewhat less than 2 GiB at a time.
 constexpr std::size_t kMostBytes = std::size_t{1} << 30;
 
+// Nothing is ever read through it here.
 void* pointer(std::uint64_t address) noexcept {
-  return reinterpret_cast<void*>(static_cast<std::uintptr_t>(address));
+  static_assert(sizeof(void*) == sizeof address);
+  return std::bit_cast<void*>(address);
 }
 
 }  // namespace
