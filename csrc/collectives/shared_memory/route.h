@@ -50,8 +50,9 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCo
 // The same in a group that spans hosts: inline, eager, on the heap of the host, or in pieces.
 [[nodiscard]] Offer offered_to_hosts(const Group& group, const Call& call) noexcept;
 
-// Whether a rank that sends and receives nothing may let others read its memory: they are there
-// already. Otherwise it would have to wait for them, where it needs to wait for nobody.
+// Whether those who would read this rank's memory are there already, where it only sends: through
+// transit it could go on before they come, so it must not have to wait for them. Of a rank that
+// receives as well, which waits for the others in any case, true.
 [[nodiscard]] bool is_waited_for(const Group& group, const Call& call) noexcept;
 
 // Whether the kernel lets others read what this rank contributes: it may be memory of a device. One
