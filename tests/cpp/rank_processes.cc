@@ -193,4 +193,24 @@ RankOutcome RankProcesses::wait(int rank, std::chrono::milliseconds limit) {
   return outcome;
 }
 
+void expect_death_is_named(RankProcesses& ranks, int size, const std::string& key,
+                           std::chrono::milliseconds delay) {
+  for (int rank = 0; rank < size; ++rank) {
+    static_cast<void>(ranks.store().get(join(key, rank), Deadline::in(std::chrono::seconds(30))));
+  }
+  std::this_thread::sleep_for(delay);
+  const auto start = std::chrono::steady_clock::now();
+  ranks.signal(1, SIGKILL);
+  for (int rank = 0; rank < size; ++rank) {
+    if (rank == 1) {
+      continue;
+    }
+    const RankOutcome outcome = ranks.wait(rank);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, kAtOnce);
+    ASSERT_TRUE(outcome.error);
+    EXPECT_EQ(outcome.error->kind, ErrorKind::kPeerLost) << outcome.error->message;
+    EXPECT_PRED2(contains, outcome.error->message, "rank 1 (pid ");
+  }
+}
+
 }  // namespace pydist::testing

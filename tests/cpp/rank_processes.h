@@ -62,4 +62,9 @@ class RankProcesses {
   std::vector<pid_t> pids_;  // 0 once it has ended
 };
 
+// Kills rank 1 so long after each of `size` ranks has left a word in the store, under `key` and its
+// number. Expects all others to end at once, with an error that names it as lost.
+void expect_death_is_named(RankProcesses& ranks, int size, const std::string& key,
+                           std::chrono::milliseconds delay);
+
 }  // namespace pydist::testing

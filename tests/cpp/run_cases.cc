@@ -99,9 +99,10 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   environment.chunk_bytes = chunk_bytes;
   environment.one_shot_bytes = one_shot_bytes;
   // Two ranks read each other's ordinary memory where they may, and else move it in pieces.
-  const bool may_have_single_copies =
+  const bool has_both =
       size == 2 && (placement == Placement::kOrdinary || placement == Placement::kMixed);
-  const auto run_all = [&] {
+  for (const bool single_copy : has_both ? std::vector{true, false} : std::vector{true}) {
+    environment.single_copy = single_copy;
     run_ranks(
         size,
         [&](RankOfTest& self) {
@@ -120,11 +121,6 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
           }
         },
         environment, hosts);
-  };
-  run_all();
-  if (may_have_single_copies) {
-    environment.single_copy = false;
-    run_all();
   }
 }
 

@@ -438,21 +438,26 @@ TEST(MessagesTest, APingPongOfMessages) {
 
 using AtOnce = Messages::AtOnce;
 
-// A lane takes memory with its first message, which so goes through the queue.
-void open_lane(Messages& sender, Messages& receiver) {
-  std::vector<std::uint32_t> none;
-  EXPECT_FALSE(sender.may_send_at_once(1, buffer(none)));
-  sender.send(1, 0, buffer(none), ignore);
-  EXPECT_TRUE(sender.advance());
-  receiver.receive(0, 0, buffer(none), ignore);
-  EXPECT_TRUE(receiver.advance());
-}
-
-TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
-  HostOfRanks host(2);
+// Two ranks of one thread. The lane between them is open: it takes memory with its first message,
+// which so goes through the queue.
+struct OpenLane {
+  HostOfRanks host{2};
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
-  open_lane(sender, receiver);
+
+  OpenLane() {
+    std::vector<std::uint32_t> none;
+    EXPECT_FALSE(sender.may_send_at_once(1, buffer(none)));
+    sender.send(1, 0, buffer(none), ignore);
+    EXPECT_TRUE(sender.advance());
+    receiver.receive(0, 0, buffer(none), ignore);
+    EXPECT_TRUE(receiver.advance());
+  }
+};
+
+TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
+  OpenLane lane;
+  auto& [host, sender, receiver] = lane;
   std::vector<std::uint32_t> sent = text(8, 1);
   std::vector<std::uint32_t> got(8, 0);
   std::vector<std::uint32_t> none;
@@ -477,10 +482,8 @@ TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
 }
 
 TEST(MessagesTest, NothingOvertakesAtOnce) {
-  HostOfRanks host(2);
-  Messages sender = host.join(0);
-  Messages receiver = host.join(1);
-  open_lane(sender, receiver);
+  OpenLane lane;
+  auto& [host, sender, receiver] = lane;
   std::vector<std::uint32_t> first = text(2, 1);
   std::vector<std::uint32_t> second = text(2, 2);
   std::vector<std::uint32_t> got(2, 0);
@@ -506,10 +509,8 @@ TEST(MessagesTest, NothingOvertakesAtOnce) {
 }
 
 TEST(MessagesTest, AMismatchAtOnceNamesBothSides) {
-  HostOfRanks host(2);
-  Messages sender = host.join(0);
-  Messages receiver = host.join(1);
-  open_lane(sender, receiver);
+  OpenLane lane;
+  auto& [host, sender, receiver] = lane;
   std::vector<std::uint32_t> sent = text(2, 1);
   std::vector<std::uint32_t> got(3, 9);
   sender.send_at_once(1, 0, buffer(sent));

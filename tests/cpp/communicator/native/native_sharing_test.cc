@@ -209,20 +209,7 @@ const RankProgram shares_until_it_dies("shares_until_it_dies", [](RankOfTest& se
 TEST(NativeSharingTest, ARankThatDiesAmidIsNamedToTheOthers) {
   for (int delay_ms = 0; delay_ms < 20; delay_ms += 7) {
     RankProcesses ranks("shares_until_it_dies", 3);
-    for (int rank = 0; rank < 3; ++rank) {
-      static_cast<void>(
-          ranks.store().get(join("shared/", rank), Deadline::in(std::chrono::seconds(30))));
-    }
-    std::this_thread::sleep_for(std::chrono::milliseconds(delay_ms));
-    const auto start = std::chrono::steady_clock::now();
-    ranks.signal(1, SIGKILL);
-    for (const int rank : {0, 2}) {
-      const RankOutcome outcome = ranks.wait(rank);
-      EXPECT_LT(std::chrono::steady_clock::now() - start, kAtOnce);
-      ASSERT_TRUE(outcome.error);
-      EXPECT_EQ(outcome.error->kind, ErrorKind::kPeerLost) << outcome.error->message;
-      EXPECT_PRED2(contains, outcome.error->message, "rank 1 (pid ");
-    }
+    expect_death_is_named(ranks, 3, "shared/", std::chrono::milliseconds(delay_ms));
   }
 }
 

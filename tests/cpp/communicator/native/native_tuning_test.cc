@@ -57,23 +57,6 @@ void run_restlessly(const std::vector<PreparedCase>& cases, int size, int times,
   });
 }
 
-// Bytes of a piece (0: one shot), whether stores stream, and whether there is a single copy.
-using Way = std::tuple<std::uint32_t, bool, bool>;
-
-// What was timed, by kind and memory.
-std::map<std::pair<OpKind, TunedMemory>, std::set<Way>> timed(int ranks) {
-  std::map<std::pair<OpKind, TunedMemory>, std::set<Way>> found;
-  for (const auto& [key, entry] : TuningTable::of_process().entries()) {
-    for (const auto& [choice, time_us] : entry.times_us) {
-      if (key.ranks == ranks && time_us > 0) {
-        found[{key.kind, key.memory}].insert(
-            {choice.piece_bytes, choice.streams, choice.single_copy});
-      }
-    }
-  }
-  return found;
-}
-
 // Tests of one process share its table.
 class NativeTuningTest : public ::testing::Test {
  protected:
@@ -178,10 +161,8 @@ TEST_P(NativeTuning, TriesBothStoresOfLargeResults) {
     cases.push_back(prepare(any_case(kind, DType::kFloat32, ReduceOp::kSum, size, 900'000, ++seed),
                             size, SummationOrder::kRanks));
   }
-  // A session has eight operations of a kind.
-  constexpr TuningRhythm kShort{.uses_before_first = 0, .rounds = 1, .always_tries = true};
   for (const Placement placement : {Placement::kOrdinary, Placement::kHeap}) {
-    run_restlessly(cases, size, 15, placement, kShort);
+    run_restlessly(cases, size, 15, placement, kShortSessions);
   }
   const auto found = timed(size);
   for (const TunedMemory memory : {TunedMemory::kOrdinary, TunedMemory::kSymmetric}) {
