@@ -17,7 +17,7 @@ constexpr unsigned kLooksForMessage = 128;
 
 MessageQueue::MessageQueue(std::shared_ptr<ProgressThread> progress,
                            std::shared_ptr<GroupHealth> health, Messages messages)
-    : WaitableDrivable(std::move(progress)),
+    : WaitableDrivable(std::move(progress), HandOver::kSoon),
       health_(std::move(health)),
       messages_(std::move(messages)) {}
 

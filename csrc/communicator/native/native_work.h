@@ -39,6 +39,10 @@ class NativeWork final : public Work {
 
  protected:
   void block(Deadline deadline) override {
+    if (deadline.has_passed()) {
+      drivable_->drive_in_passing();
+      return;
+    }
     const Waiting waiting(waiters_);
     // How long somebody else is left to drive before this thread tries to take over: ever longer,
     // since the progress thread drives what a waiter leaves.

@@ -7,6 +7,12 @@
 #include "base/error.h"
 
 namespace pydist {
+namespace {
+
+constexpr std::chrono::microseconds kShortestNap{100};
+constexpr std::chrono::microseconds kLongestNap{1000};
+
+}  // namespace
 
 void Drivable::settle(Work& work, std::exception_ptr error, int source_rank) {
   Work::Notice notice = work.settle(std::move(error), source_rank);
@@ -24,18 +30,19 @@ void Drivable::give_back(Right right) {
   }
 }
 
-Drivable::Drivable(std::shared_ptr<ProgressThread> progress) : progress_(std::move(progress)) {
+Drivable::Drivable(std::shared_ptr<ProgressThread> progress, HandOver way)
+    : progress_(std::move(progress)), way_(way) {
   progress_->enroll();
 }
 
 Drivable::~Drivable() { progress_->dismiss(); }
 
-void Drivable::hand_over() { progress_->hand_over(shared_from_this()); }
+void Drivable::hand_over() { progress_->hand_over(shared_from_this(), way_); }
 
 void Drivable::prepare() { progress_->start(); }
 
 ProgressThread::ProgressThread(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin)
-    : doorbell_(std::move(doorbell)), spin_ns_(spin.count()) {}
+    : doorbell_(std::move(doorbell)), spin_ns_(spin.count()), nap_(kShortestNap) {}
 
 void ProgressThread::stop() noexcept {
   if (birth_.is_inherited()) {
@@ -85,10 +92,16 @@ void ProgressThread::start() {
   has_thread_.store(true, std::memory_order_relaxed);
 }
 
-void ProgressThread::hand_over(const std::shared_ptr<Drivable>& drivable) {
+void ProgressThread::hand_over(const std::shared_ptr<Drivable>& drivable, HandOver way) {
   const std::lock_guard lock(mutex_);
   if (std::find(handed_over_.begin(), handed_over_.end(), drivable) == handed_over_.end()) {
     handed_over_.push_back(drivable);
+  }
+  if (way == HandOver::kSoon) {
+    came_soon_ = true;
+    if (is_napping_) {
+      return;
+    }
   }
   has_news_.notify_all();
   doorbell_->ring();
@@ -117,6 +130,18 @@ void ProgressThread::run() {
   }
 }
 
+void ProgressThread::rest(std::unique_lock<std::mutex>& lock) {
+  if (!std::exchange(came_soon_, false)) {
+    nap_ = kShortestNap;
+    has_news_.wait(lock);
+    return;
+  }
+  is_napping_ = true;
+  has_news_.wait_for(lock, nap_);
+  is_napping_ = false;
+  nap_ = std::min(2 * nap_, kLongestNap);
+}
+
 bool ProgressThread::take_work(std::vector<std::shared_ptr<Drivable>>& drivables) {
   // The last reference to a Drivable may be the last one to everything that it needs, this object's
   // owner included. So no reference is dropped under the lock.
@@ -135,10 +160,11 @@ bool ProgressThread::take_work(std::vector<std::shared_ptr<Drivable>>& drivables
     handed_over_.erase(ours, handed_over_.end());
     if (!handed_over_.empty()) {
       drivables = handed_over_;
+      nap_ = kShortestNap;
       return true;
     }
     if (dropped.empty()) {
-      has_news_.wait(lock);
+      rest(lock);
       continue;
     }
     lock.unlock();

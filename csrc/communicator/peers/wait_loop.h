@@ -30,6 +30,12 @@ namespace pydist {
 
 class ProgressThread;
 
+// How the progress thread learns of what is handed over to it.
+enum class HandOver : std::uint8_t {
+  kAtOnce,  // it is woken
+  kSoon,    // it looks by itself, see Note [Handed over soon]
+};
+
 class Drivable : public std::enable_shared_from_this<Drivable> {
  public:
   Drivable(const Drivable&) = delete;
@@ -47,6 +53,14 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   // Drives until `is_finished`, or for about `longest`. For a caller that holds the right.
   template <typename Finished>
   void attend_until(Finished is_finished, std::chrono::nanoseconds longest);
+
+  // Drives once, where nobody does: for a caller that looks whether an operation is over.
+  void drive_in_passing() {
+    if (Right right = try_attend()) {
+      drive();
+      leave(std::move(right));
+    }
+  }
 
   // Gives the right back, calls the callbacks of finished operations, and leaves the unfinished
   // ones to the progress thread. Contains a sequentially consistent fence.
@@ -68,7 +82,7 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   void prepare();
 
  protected:
-  explicit Drivable(std::shared_ptr<ProgressThread> progress);
+  explicit Drivable(std::shared_ptr<ProgressThread> progress, HandOver way = HandOver::kAtOnce);
 
   // Whether a waiter may spin: where every rank has a core of its own.
   [[nodiscard]] bool may_spin() const noexcept;
@@ -91,6 +105,7 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   void give_back(Right right);
 
   std::shared_ptr<ProgressThread> progress_;
+  const HandOver way_;
   DriveLock drive_lock_;
   std::vector<Work::Notice> due_;  // guarded by drive_lock_
   // Set while a waiter drives: the progress thread keeps away. A waiter clears this and then looks
@@ -99,6 +114,12 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   // that one of the two sees the other.
   std::atomic<bool> is_attended_{false};
 };
+
+// Note [Handed over soon]
+// To wake a thread takes several times as long as a small message, and most messages are waited for
+// right after they were started, by a thread that drives them. So nobody wakes the thread for them
+// again while it naps: as long as such work comes, it looks for it from time to time, and the more
+// seldom the longer nobody needs it.
 
 // Thread safe. The thread keeps the object alive until stop().
 class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
@@ -138,10 +159,12 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   void dismiss() noexcept;
   // Starts the thread, if it has not been. Throws TransportError where that fails.
   void start();
-  void hand_over(const std::shared_ptr<Drivable>& drivable);
+  void hand_over(const std::shared_ptr<Drivable>& drivable, HandOver way);
 
  private:
   void run();
+  // Waits for news, or naps.
+  void rest(std::unique_lock<std::mutex>& lock);
   // Waits for something to drive; false when it is time to stop.
   bool take_work(std::vector<std::shared_ptr<Drivable>>& drivables);
 
@@ -153,6 +176,9 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   bool is_stopping_ = false;                            // guarded by mutex_
   std::size_t enrolled_ = 0;                            // guarded by mutex_
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
+  bool came_soon_ = false;                              // since the last nap; guarded by mutex_
+  bool is_napping_ = false;                             // guarded by mutex_
+  std::chrono::microseconds nap_;                       // how long the next one is
   EngineThread thread_;                                 // guarded by mutex_
   std::shared_ptr<TcpNode> network_;                    // guarded by mutex_; set once
   std::atomic<TcpNode*> polled_network_{nullptr};

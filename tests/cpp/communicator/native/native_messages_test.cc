@@ -47,6 +47,24 @@ TEST(NativeMessagesTest, BigCrossedSends) {
   });
 }
 
+// Before any other thread looks, which it does from time to time.
+TEST(NativeMessagesTest, WhoLooksWhetherAMessageIsOverMovesIt) {
+  run_ranks(2, [](RankOfTest& self) {
+    const int peer = 1 - self.rank;
+    std::vector<int> out(100'000, self.rank + 10);
+    std::vector<int> in(100'000);
+    for (int turn = 0; turn < 50; ++turn) {
+      std::fill(in.begin(), in.end(), 0);
+      const WorkPtr received = self.communicator->submit(receive_from(peer, 1, in));
+      const WorkPtr sent = self.communicator->submit(send_to(peer, 1, out));
+      while (!sent->is_completed() || !received->is_completed()) {
+        sent->wait_quietly(Deadline::in(std::chrono::nanoseconds(0)));
+      }
+      ASSERT_EQ(in, std::vector<int>(100'000, peer + 10));
+    }
+  });
+}
+
 TEST(NativeMessagesTest, EverybodyToEverybodyAtOnce) {
   run_ranks(4, [](RankOfTest& self) {
     std::vector<std::vector<int>> out;
