@@ -53,8 +53,8 @@ constexpr std::array kVariables = {
                         "uncached begins with nothing and keeps nothing. The same on every rank."},
     EnvironmentVariable{"PYDIST_SINGLE_COPY", "on | off", "on",
                         "Whether ranks of a host read each other's ordinary tensors through the "
-                        "kernel, where it lets all of them, in collectives that only copy. Off on "
-                        "one rank is off on all."},
+                        "kernel, where it lets all of them, in messages and in collectives that "
+                        "only copy. Off on one rank is off on all."},
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "524288",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
                         "heap, and sends at a time to another host, there no more than 524288. The "

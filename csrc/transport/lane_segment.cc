@@ -12,10 +12,26 @@ std::size_t counters_bytes(const LaneTable& table) noexcept {
   return round_up(table.count() * sizeof(LaneCounters), page_bytes());
 }
 
-std::size_t rings_bytes() noexcept { return round_up(sizeof(LaneRings), page_bytes()); }
+// What rides along with an announcement, at most. Beyond some KiB, what a message waits for is the
+// copying of its data; and all announcements of a lane together take no more than a part of what
+// its slots do.
+std::size_t riding_bytes(std::size_t slot_bytes) noexcept {
+  return std::max(std::size_t{32}, slot_bytes / 64);
+}
+
+// From one announcement to the next.
+std::size_t announcement_bytes(std::size_t slot_bytes) noexcept {
+  return round_up(sizeof(Announcement) + riding_bytes(slot_bytes), alignof(LaneRings));
+}
+
+std::size_t rings_bytes(const LaneShape& shape, std::size_t slot_bytes) noexcept {
+  const std::size_t announcements =
+      shape.has_announcements ? kLaneDepth * announcement_bytes(slot_bytes) : 0;
+  return round_up(sizeof(LaneRings) + announcements, page_bytes());
+}
 
 std::size_t lane_bytes(const LaneShape& shape, std::size_t slot_bytes) noexcept {
-  return round_up(rings_bytes() + shape.slots * slot_bytes, page_bytes());
+  return round_up(rings_bytes(shape, slot_bytes) + shape.slots * slot_bytes, page_bytes());
 }
 
 // How long a slot may be where there are so many lanes.
@@ -108,10 +124,21 @@ LaneRings& LaneSegment::rings(int sender, int receiver) const noexcept {
   return *reinterpret_cast<LaneRings*>(segment_.data() + lane(sender, receiver).offset);
 }
 
+Announcement& LaneSegment::announcement(int sender, int receiver,
+                                        std::uint64_t number) const noexcept {
+  const Lane its = lane(sender, receiver);
+  return *reinterpret_cast<Announcement*>(segment_.data() + its.offset + sizeof(LaneRings) +
+                                          number % kLaneDepth * announcement_bytes(its.slot_bytes));
+}
+
+std::size_t LaneSegment::most_riding_bytes(int sender, int receiver) const noexcept {
+  return riding_bytes(lane(sender, receiver).slot_bytes);
+}
+
 ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
   LaneCounters& ends = counters(sender, receiver);
   const Lane its = lane(sender, receiver);
-  return {segment_.data() + its.offset + rings_bytes(),
+  return {segment_.data() + its.offset + rings_bytes(shape_, its.slot_bytes),
           its.slot_bytes,
           shape_.slots,
           &ends.sent,

@@ -10,9 +10,12 @@
 // grants it, in the order of the grants. So a message that nobody has asked for never blocks
 // another one, and nothing is buffered beyond the lane's slots.
 //
-//   sender    announces message n: tag, type, count; up to 32 bytes of data ride along
+//   sender    announces message n: tag, type, count; data of a few KiB rides along
 //   receiver  hears the announcement; when a receive matches, grants message n
 //   sender    sends the granted message through the slots; receiver copies it out
+//
+// Where processes of one host may read each other's memory, the receiver copies the data out of the
+// sender's itself, and tells with its grant that it has.
 //
 // Each rank reserves what it sends through: the counters of its lanes when the group is made, the
 // rest of a lane at its first message. For a sender on another host the receiver does.
@@ -37,21 +40,31 @@
 namespace pydist {
 
 inline constexpr std::size_t kLaneDepth = 16;  // announcements, and grants, in flight
-inline constexpr std::size_t kInlineMessageBytes = 32;
 inline constexpr std::size_t kMostLaneSlots = 8;
 
-struct alignas(64) Announcement {
+// The data that rides along lies right behind it. The shortest shares its cache line.
+struct alignas(32) Announcement {
   std::uint64_t tag;
-  std::uint64_t count;  // elements
+  std::uint64_t count;    // elements
+  std::uint64_t address;  // of the data in the sender's process; 0: it is not to be read there
   DType dtype;
-  std::array<std::byte, kInlineMessageBytes> payload;
+  std::uint32_t riding_bytes;  // all of the message, or 0
+
+  [[nodiscard]] std::byte* payload() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
+  [[nodiscard]] const std::byte* payload() const noexcept {
+    return reinterpret_cast<const std::byte*>(this + 1);
+  }
 };
-static_assert(sizeof(Announcement) == 64);
+static_assert(sizeof(Announcement) == 32);
+
+// In a grant: the message has been read out of its sender's process.
+inline constexpr std::uint64_t kTaken = std::uint64_t{1} << 63;
 
 struct LaneCounters {
   alignas(64) Counter announced;  // by the sender
   alignas(64) Counter heard;      // by the receiver
   alignas(64) Counter granted;    // by the receiver
+  alignas(64) Counter obeyed;     // by the sender: grants that it has seen; inside a host
   alignas(64) Counter sent;       // by the sender
   alignas(64) Counter released;   // by the receiver
   // Of messages, between hosts: the sender has left the group, and what it has sent to the receiver
@@ -59,9 +72,9 @@ struct LaneCounters {
   std::atomic<std::uint32_t> awaits_last_segment;
 };
 
-struct LaneRings {
-  std::array<Announcement, kLaneDepth> announcements;
-  std::array<std::uint64_t, kLaneDepth> grants;  // numbers of messages
+// Followed by the announcements, if the lane is one for messages.
+struct alignas(64) LaneRings {
+  std::array<std::uint64_t, kLaneDepth> grants;  // numbers of messages, or with kTaken
   std::array<std::uint32_t, kMostLaneSlots> lengths;
 };
 
@@ -78,6 +91,7 @@ struct LaneShape {
   // Address space for the slots of all lanes inside a host, and as much for all others: it decides
   // how long each slot is.
   std::size_t all_bytes;
+  bool has_announcements;
 };
 inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .window = 1,
@@ -85,7 +99,8 @@ inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .slot_bytes = std::size_t{256} << 10,
                                          .bytes_for_a_host = 0,
                                          .bytes_for_all_hosts = 0,
-                                         .all_bytes = std::size_t{256} << 20};
+                                         .all_bytes = std::size_t{256} << 20,
+                                         .has_announcements = true};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
 // much as tens of KiB, and a segment may end in a small one: so segments are long (a chunk and a
 // little, see Note [Whole packets]), and slots are released in pairs. Longer ones than 512 KiB
@@ -98,7 +113,8 @@ inline constexpr LaneShape kMessageLanes{.slots = 4,
           .slot_bytes = segment + segment / 16,
           .bytes_for_a_host = std::size_t{32} << 10,
           .bytes_for_all_hosts = std::size_t{1} << 20,
-          .all_bytes = std::size_t{4} << 30};
+          .all_bytes = std::size_t{4} << 30,
+          .has_announcements = false};
 }
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.
@@ -178,6 +194,11 @@ class LaneSegment {
 
   [[nodiscard]] LaneCounters& counters(int sender, int receiver) const noexcept;
   [[nodiscard]] LaneRings& rings(int sender, int receiver) const noexcept;
+  // Of a set for messages.
+  [[nodiscard]] Announcement& announcement(int sender, int receiver,
+                                           std::uint64_t number) const noexcept;
+  // How much data rides along with an announcement, at most; the same at both ends.
+  [[nodiscard]] std::size_t most_riding_bytes(int sender, int receiver) const noexcept;
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
 
  private:

@@ -11,6 +11,10 @@
 namespace pydist {
 namespace {
 
+// Of a longer message, two ranks that copy it piece by piece, one into the lane and one out of it,
+// are done sooner than one that reads it alone; not where each would copy twice, since both send.
+constexpr std::size_t kMostReadAlone = std::size_t{512} << 10;
+
 [[noreturn]] void throw_damaged(int peer, const std::string& what) {
   throw Error(ErrorKind::kError,
               join("Rank ", peer, " ", what,
@@ -22,12 +26,13 @@ namespace {
 }  // namespace
 
 Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
-                   MessageCarrier* carrier)
+                   MessageCarrier* carrier, ReadProcess read_process)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
       doorbells_(std::move(doorbells)),
-      carrier_(carrier) {
+      carrier_(carrier),
+      read_process_(std::move(read_process)) {
   for (int peer = 0; peer < size; ++peer) {
     Outgoing& out = outgoing_.emplace_back();
     Incoming& in = incoming_.emplace_back();
@@ -55,7 +60,7 @@ void Messages::send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on
 }
 
 bool Messages::may_send_at_once(int peer, const Buffer& buffer) const noexcept {
-  return is_small_and_here(peer, buffer) && is_idle() &&
+  return rides_along(rank_, peer, buffer) && carrier_to(peer) == nullptr && is_idle() &&
          outgoing_[static_cast<std::size_t>(peer)].is_reserved && may_announce(peer);
 }
 
@@ -65,7 +70,8 @@ void Messages::send_at_once(int peer, std::uint64_t tag, const Buffer& buffer) n
 }
 
 Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer& buffer) {
-  if (!is_small_and_here(peer, buffer) || !is_idle() || !unexpected_.empty()) {
+  if (!rides_along(peer, rank_, buffer) || carrier_to(peer) != nullptr || !is_idle() ||
+      !unexpected_.empty()) {
     return AtOnce::kNever;
   }
   LaneCounters& counters = segment_.counters(peer, rank_);
@@ -77,13 +83,14 @@ Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer
   if (announced - number > kLaneDepth) {
     return AtOnce::kNever;  // hear() says what is wrong
   }
-  const Announcement announcement = segment_.rings(peer, rank_).announcements[number % kLaneDepth];
+  const Announcement& place = segment_.announcement(peer, rank_, number);
+  const Announcement announcement = place;
   if (announcement.tag != tag) {
     return AtOnce::kNever;
   }
   require_alike(buffer, peer, announcement);
   if (buffer.count != 0) {
-    std::memcpy(buffer.data, announcement.payload.data(), buffer.bytes());
+    std::memcpy(buffer.data, place.payload(), buffer.bytes());
   }
   counters.heard.store(number + 1, std::memory_order_release);
   doorbells_[static_cast<std::size_t>(peer)]->ring();
@@ -97,7 +104,7 @@ void Messages::receive(std::optional<int> peer, std::uint64_t tag, const Buffer&
   ++pending_;
   const auto posted = std::prev(unmatched_.end());
   for (auto heard = unexpected_.begin(); heard != unexpected_.end(); ++heard) {
-    if (match(posted, heard->first, heard->second)) {
+    if (match(posted, heard->heard)) {
       unexpected_.erase(heard);
       return;
     }
@@ -144,12 +151,16 @@ bool Messages::may_announce(int peer) const noexcept {
 }
 
 void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer) {
-  Announcement& announcement = segment_.rings(rank_, peer).announcements[number % kLaneDepth];
+  Announcement& announcement = segment_.announcement(rank_, peer, number);
   announcement.tag = tag;
   announcement.count = buffer.count;
+  announcement.address =
+      read_process_ == nullptr ? 0 : reinterpret_cast<std::uintptr_t>(buffer.data);
   announcement.dtype = buffer.dtype;
-  if (buffer.count != 0 && buffer.bytes() <= kInlineMessageBytes) {
-    std::memcpy(announcement.payload.data(), buffer.data, buffer.bytes());
+  announcement.riding_bytes = 0;
+  if (buffer.count != 0 && rides_along(rank_, peer, buffer)) {
+    announcement.riding_bytes = static_cast<std::uint32_t>(buffer.bytes());
+    std::memcpy(announcement.payload(), buffer.data, buffer.bytes());
   }
   segment_.counters(rank_, peer).announced.store(number + 1, std::memory_order_release);
   if (MessageCarrier* const carrier = carrier_to(peer)) {
@@ -166,7 +177,7 @@ bool Messages::announce(int peer, Outgoing& lane) {
     send.number = segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed);
     publish(peer, send.number, send.tag, send.buffer);
     moved = true;
-    if (send.buffer.bytes() <= kInlineMessageBytes) {
+    if (rides_along(rank_, peer, send.buffer)) {
       finish(send.on_done, peer);
     } else {
       lane.announced.push_back(std::move(send));
@@ -176,18 +187,31 @@ bool Messages::announce(int peer, Outgoing& lane) {
 }
 
 bool Messages::take_grants(int peer, Outgoing& lane) {
-  const std::uint64_t granted =
-      segment_.counters(rank_, peer).granted.load(std::memory_order_acquire);
-  const bool moved = lane.grants_seen != granted;
+  LaneCounters& counters = segment_.counters(rank_, peer);
+  const std::uint64_t granted = counters.granted.load(std::memory_order_acquire);
+  if (lane.grants_seen == granted) {
+    return false;
+  }
   for (; lane.grants_seen != granted; ++lane.grants_seen) {
-    const std::uint64_t number = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
+    const std::uint64_t word = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
+    const std::uint64_t number = word & ~kTaken;
     const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
                                    [number](const Send& each) { return each.number == number; });
     PYDIST_CHECK(send != lane.announced.end());
-    lane.granted.push_back(std::move(*send));
-    lane.announced.erase(send);
+    if (number == word) {
+      lane.granted.push_back(std::move(*send));
+      lane.announced.erase(send);
+    } else {
+      OnDone on_done = std::move(send->on_done);
+      lane.announced.erase(send);
+      finish(on_done, peer);
+    }
   }
-  return moved;
+  if (carrier_to(peer) == nullptr) {
+    counters.obeyed.store(granted, std::memory_order_release);
+    doorbells_[static_cast<std::size_t>(peer)]->ring();
+  }
+  return true;
 }
 
 bool Messages::move_out(int peer, Outgoing& lane) {
@@ -222,15 +246,24 @@ bool Messages::hear(int peer) {
                              " at once, and can't have"));
   }
   for (; number != announced; ++number) {
-    const Heard heard{number, segment_.rings(peer, rank_).announcements[number % kLaneDepth]};
-    counters.heard.store(number + 1, std::memory_order_release);
+    const Announcement& place = segment_.announcement(peer, rank_, number);
+    const Heard heard{peer, number, place, place.payload()};
+    const std::size_t riding_bytes = heard.announcement.riding_bytes;
+    if (riding_bytes > segment_.most_riding_bytes(peer, rank_)) {
+      throw_damaged(peer,
+                    join("lets ", riding_bytes, " bytes ride along with a message, and can't"));
+    }
     bool is_matched = false;
     for (auto receive = unmatched_.begin(); receive != unmatched_.end() && !is_matched;) {
-      is_matched = match(receive++, peer, heard);
+      is_matched = match(receive++, heard);
     }
     if (!is_matched) {
-      unexpected_.emplace_back(peer, heard);
+      // The sender needs its place for the next one.
+      Unexpected& kept = unexpected_.emplace_back(heard);
+      kept.payload.assign(heard.payload, heard.payload + riding_bytes);
+      kept.heard.payload = kept.payload.data();
     }
+    counters.heard.store(number + 1, std::memory_order_release);
   }
   if (MessageCarrier* const carrier = carrier_to(peer)) {
     carrier->send_heard(peer, announced);
@@ -253,7 +286,8 @@ void Messages::require_alike(const Buffer& buffer, int peer,
   }
 }
 
-bool Messages::match(std::list<Receive>::iterator receive, int peer, const Heard& heard) {
+bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
+  const int peer = heard.peer;
   const Announcement& announcement = heard.announcement;
   if (receive->peer.value_or(peer) != peer || receive->tag != announcement.tag) {
     return false;
@@ -262,35 +296,58 @@ bool Messages::match(std::list<Receive>::iterator receive, int peer, const Heard
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);
   const std::size_t bytes = matched.buffer.bytes();
-  if (bytes <= kInlineMessageBytes) {
+  if (bytes == announcement.riding_bytes) {
     if (bytes != 0) {
-      std::memcpy(matched.buffer.data, announcement.payload.data(), bytes);
+      std::memcpy(matched.buffer.data, heard.payload, bytes);
     }
     finish(matched.on_done, peer);
     return true;
   }
   matched.number = heard.number;
+  matched.address = announcement.address;
   incoming_[static_cast<std::size_t>(peer)].matched.push_back(std::move(matched));
   return true;
+}
+
+bool Messages::may_grant(int peer) const noexcept {
+  const LaneCounters& counters = segment_.counters(peer, rank_);
+  // Between hosts a grant whose data has come is done with, since data follows in their order.
+  return carrier_to(peer) != nullptr || counters.granted.load(std::memory_order_relaxed) -
+                                                counters.obeyed.load(std::memory_order_acquire) <
+                                            kLaneDepth;
+}
+
+bool Messages::take(int peer, const Receive& receive) {
+  const Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
+  const bool are_both_busy = !out.announced.empty() || !out.granted.empty();
+  return receive.address != 0 && read_process_ != nullptr && carrier_to(peer) == nullptr &&
+         (receive.buffer.bytes() <= kMostReadAlone || are_both_busy) &&
+         read_process_(peer, receive.address,
+                       {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()});
 }
 
 bool Messages::grant(int peer, Incoming& lane) {
   LaneCounters& counters = segment_.counters(peer, rank_);
   bool moved = false;
-  // Data follows in the order of the grants, so a grant whose data has come is done with.
-  while (lane.granted < std::min(lane.matched.size(), kLaneDepth)) {
-    Receive& receive = lane.matched[lane.granted];
+  while (lane.granted < std::min(lane.matched.size(), kLaneDepth) && may_grant(peer)) {
+    const auto receive = lane.matched.begin() + static_cast<std::ptrdiff_t>(lane.granted);
+    const bool is_taken = take(peer, *receive);
     const std::uint64_t ticket = counters.granted.load(std::memory_order_relaxed);
-    segment_.rings(peer, rank_).grants[ticket % kLaneDepth] = receive.number;
+    segment_.rings(peer, rank_).grants[ticket % kLaneDepth] =
+        receive->number | (is_taken ? kTaken : 0);
     counters.granted.store(ticket + 1, std::memory_order_release);
-    if (MessageCarrier* const carrier = carrier_to(peer)) {
-      carrier->send_grant(peer, ticket, receive.number);
-    }
-    ++lane.granted;
-    moved = true;
-  }
-  if (moved) {
     doorbells_[static_cast<std::size_t>(peer)]->ring();
+    if (is_taken) {
+      OnDone on_done = std::move(receive->on_done);
+      lane.matched.erase(receive);
+      finish(on_done, peer);
+    } else {
+      if (MessageCarrier* const carrier = carrier_to(peer)) {
+        carrier->send_grant(peer, ticket, receive->number);
+      }
+      ++lane.granted;
+    }
+    moved = true;
   }
   return moved;
 }

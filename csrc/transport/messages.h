@@ -13,6 +13,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "base/buffer.h"
@@ -42,14 +43,21 @@ class MessageCarrier {
   virtual void send_grant(int peer, std::uint64_t number, std::uint64_t message) = 0;
 };
 
+// Copies what lies at `address` of the process of `peer`, which keeps it there until it is told.
+// False where that can't be done, or it may have been something else by now: then the message comes
+// through its lane. Throws the group's failure.
+using ReadProcess =
+    std::function<bool(int peer, std::uint64_t address, std::span<std::byte> target)>;
+
 class Messages {
  public:
   // Called when a message is through, with the rank that it came from (sends: that it went to).
   using OnDone = std::function<void(int peer)>;
 
-  // `carrier`: null where all ranks are on one host.
+  // `carrier`: null where all ranks are on one host. `read_process`: null where not all may read
+  // the memory of all.
   Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
-           MessageCarrier* carrier = nullptr);
+           MessageCarrier* carrier = nullptr, ReadProcess read_process = nullptr);
 
   // Starts a message. The buffer stays untouched until it is done. Nothing moves before advance().
   void send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
@@ -86,11 +94,20 @@ class Messages {
     Buffer buffer;
     OnDone on_done;
     std::uint64_t number = 0;
+    std::uint64_t address = 0;  // as Announcement::address
     std::size_t moved_bytes = 0;
   };
+  // An announcement that has been heard, and the data that rides along with it.
   struct Heard {
+    int peer;
     std::uint64_t number;
     Announcement announcement;
+    const std::byte* payload;
+  };
+  // One that no receive has asked for yet.
+  struct Unexpected {
+    Heard heard;
+    std::vector<std::byte> payload;  // what heard.payload points to
   };
   // To one peer.
   struct Outgoing {
@@ -112,8 +129,8 @@ class Messages {
   [[nodiscard]] MessageCarrier* carrier_to(int peer) const noexcept {
     return carrier_ != nullptr && carrier_->reaches(peer) ? carrier_ : nullptr;
   }
-  [[nodiscard]] bool is_small_and_here(int peer, const Buffer& buffer) const noexcept {
-    return buffer.bytes() <= kInlineMessageBytes && carrier_to(peer) == nullptr;
+  [[nodiscard]] bool rides_along(int sender, int receiver, const Buffer& buffer) const noexcept {
+    return buffer.bytes() <= segment_.most_riding_bytes(sender, receiver);
   }
   // Fills in the announcement of message `number`, for which there is room, and publishes it.
   void publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer);
@@ -124,8 +141,12 @@ class Messages {
   bool hear(int peer);
   // Throws Mismatch.
   void require_alike(const Buffer& buffer, int peer, const Announcement& announcement) const;
-  bool match(std::list<Receive>::iterator receive, int peer, const Heard& heard);
+  bool match(std::list<Receive>::iterator receive, const Heard& heard);
+  // Whether there is room for one more grant.
+  [[nodiscard]] bool may_grant(int peer) const noexcept;
   bool grant(int peer, Incoming& lane);
+  // Reads a message out of its sender's process, if that can be done.
+  [[nodiscard]] bool take(int peer, const Receive& receive);
   bool move_in(int peer, Incoming& lane);
   void finish(OnDone& on_done, int peer);
 
@@ -134,10 +155,11 @@ class Messages {
   LaneSegment segment_;
   std::vector<Doorbell*> doorbells_;
   MessageCarrier* carrier_;
+  ReadProcess read_process_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
-  std::list<Receive> unmatched_;                 // in the order of posting
-  std::list<std::pair<int, Heard>> unexpected_;  // in the order of hearing
+  std::list<Receive> unmatched_;      // in the order of posting
+  std::list<Unexpected> unexpected_;  // in the order of hearing
   std::size_t pending_ = 0;
 };
 

@@ -181,7 +181,8 @@ void RemoteRanks::send_announcement(int peer, std::uint64_t number,
                                     const Announcement& announcement) {
   FrameHeader header = header_for(FrameKind::kAnnounced, peer);
   header.number = number;
-  link(peer)->send(header, std::as_bytes(std::span(&announcement, 1)));
+  link(peer)->send(header, {reinterpret_cast<const std::byte*>(&announcement),
+                            sizeof announcement + announcement.riding_bytes});
 }
 
 void RemoteRanks::send_heard(int peer, std::uint64_t heard) {

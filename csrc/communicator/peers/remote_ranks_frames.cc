@@ -111,7 +111,10 @@ std::byte* RemoteRanks::place_checked(const FrameHeader& header, std::uint64_t s
     }
     case FrameKind::kAnnounced:
       require_sender(header, sender);
-      require(header.receiver == rank_ && header.bytes == sizeof(Announcement), header);
+      require(header.receiver == rank_ && header.bytes >= sizeof(Announcement) &&
+                  header.bytes - sizeof(Announcement) <=
+                      lanes_.messages.most_riding_bytes(header.sender, rank_),
+              header);
       return nullptr;
     case FrameKind::kReleased:
     case FrameKind::kHeard:
@@ -252,9 +255,12 @@ void RemoteRanks::take_message_news(const FrameHeader& header, const std::byte* 
   require(header.number == counters.announced.load(std::memory_order_relaxed) &&
               header.number < counters.heard.load(std::memory_order_relaxed) + kLaneDepth,
           header);
+  Announcement announcement;
+  std::memcpy(&announcement, payload, sizeof announcement);
+  require(header.bytes == sizeof announcement + announcement.riding_bytes, header);
   reserve_lane_from(peer, LaneSet::kMessages);
-  std::memcpy(&lanes_.messages.rings(peer, rank_).announcements[header.number % kLaneDepth],
-              payload, sizeof(Announcement));
+  std::memcpy(static_cast<void*>(&lanes_.messages.announcement(peer, rank_, header.number)),
+              payload, header.bytes);
   counters.announced.store(header.number + 1, std::memory_order_release);
 }
 

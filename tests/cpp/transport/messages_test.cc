@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -39,12 +41,17 @@ class HostOfRanks {
 
   [[nodiscard]] int size() const { return size_; }
 
-  [[nodiscard]] Messages join(int rank) {
+  [[nodiscard]] Messages join(int rank, ReadProcess read_process = nullptr) {
     std::vector<Doorbell*> bells;
     for (int peer = 0; peer < size_; ++peer) {
       bells.push_back(&bell(peer));
     }
-    return Messages(rank, size_, memory_, bells);
+    return Messages(rank, size_, memory_, bells, /*carrier=*/nullptr, std::move(read_process));
+  }
+
+  // Elements that ride along with an announcement.
+  [[nodiscard]] std::size_t most_riding() const {
+    return memory_.most_riding_bytes(0, 1) / sizeof(std::uint32_t);
   }
 
   // Runs the ranks on threads, each with its Messages.
@@ -92,10 +99,12 @@ std::vector<std::uint32_t> text(std::size_t count, std::uint32_t seed) {
 void ignore(int) {}
 
 TEST(MessagesTest, EverySizeArrives) {
-  // Around what rides along (32 bytes), a slot (256 KiB), and all slots of a lane.
-  const std::vector<std::size_t> counts = {0,     1,     8,      9,      100,    65535,
-                                           65536, 65537, 131072, 262145, 1 << 20};
   HostOfRanks host(2);
+  // Around a cache line, what rides along, a slot (256 KiB), and all slots of a lane.
+  const std::size_t riding = host.most_riding();
+  const std::vector<std::size_t> counts = {0,          1,      8,          9,      100,
+                                           riding - 1, riding, riding + 1, 65535,  65536,
+                                           65537,      131072, 262145,     1 << 20};
   host.run([&](int rank, Messages& messages) {
     std::vector<std::vector<std::uint32_t>> all;
     for (std::size_t i = 0; i < counts.size(); ++i) {
@@ -272,10 +281,11 @@ TEST(MessagesTest, ManySmallOnesBeforeAnybodyAsks) {
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
   std::vector<std::vector<std::uint32_t>> sent;
-  std::vector<std::vector<std::uint32_t>> got(kMessages, std::vector<std::uint32_t>(3));
+  std::vector<std::vector<std::uint32_t>> got(kMessages);
   std::uint32_t sends_done = 0;
   for (std::uint32_t i = 0; i < kMessages; ++i) {
-    sent.push_back(text(3, i));
+    got[i].resize(i % 2 == 0 ? 3 : host.most_riding());
+    sent.push_back(text(got[i].size(), i));
   }
   for (std::uint32_t i = 0; i < kMessages; ++i) {
     sender.send(1, i, buffer(sent[i]), [&](int) { ++sends_done; });
@@ -458,10 +468,10 @@ struct OpenLane {
 TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
   OpenLane lane;
   auto& [host, sender, receiver] = lane;
-  std::vector<std::uint32_t> sent = text(8, 1);
-  std::vector<std::uint32_t> got(8, 0);
+  std::vector<std::uint32_t> sent = text(host.most_riding(), 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
   std::vector<std::uint32_t> none;
-  std::vector<std::uint32_t> long_one(9, 0);
+  std::vector<std::uint32_t> long_one(sent.size() + 1, 0);
   EXPECT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kNotYet);
   for (std::size_t turn = 0; turn < 3; ++turn) {
     for (std::size_t i = 0; i < kLaneDepth; ++i) {
@@ -573,6 +583,113 @@ TEST(MessagesTest, RandomTrafficAmongMoreRanksThanCores) {
       }
     }
   });
+}
+
+// -- read out of the sender's process -------------------------------------------------------------
+
+// Reads as the threads of one process do.
+struct Reader {
+  bool refuses = false;
+  int reads = 0;
+
+  [[nodiscard]] ReadProcess function() {
+    return [this](int /*peer*/, std::uint64_t address, std::span<std::byte> target) {
+      ++reads;
+      if (!refuses) {
+        std::memcpy(target.data(), reinterpret_cast<const void*>(address), target.size());
+      }
+      return !refuses;
+    };
+  }
+};
+
+void advance_both(Messages& one, Messages& other) {
+  while (one.advance() || other.advance()) {
+  }
+}
+
+TEST(MessagesTest, WhatDoesNotRideAlongIsReadWhereItLies) {
+  for (const bool refuses : {false, true}) {
+    HostOfRanks host(2);
+    Reader reader{.refuses = refuses};
+    Messages sender = host.join(0, reader.function());
+    Messages receiver = host.join(1, reader.function());
+    std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    int done = 0;
+    sender.send(1, 3, buffer(sent), [&](int) { ++done; });
+    advance_both(sender, receiver);
+    EXPECT_EQ(done, 0) << "nobody has asked for it";
+    receiver.receive(0, 3, buffer(got), [&](int) { ++done; });
+    advance_both(sender, receiver);
+    EXPECT_EQ(done, 2);
+    EXPECT_EQ(got, sent);
+    EXPECT_EQ(reader.reads, 1);
+  }
+}
+
+TEST(MessagesTest, ALongOneIsReadWhereItLiesIfBothSend) {
+  constexpr std::size_t kLong = (std::size_t{3} << 20) / sizeof(std::uint32_t);
+  HostOfRanks host(2);
+  Reader reader;
+  Messages one = host.join(0, reader.function());
+  Messages other = host.join(1, reader.function());
+  std::vector<std::uint32_t> sent = text(kLong, 1);
+  std::vector<std::uint32_t> got(kLong, 0);
+  one.send(1, 0, buffer(sent), ignore);
+  other.receive(0, 0, buffer(got), ignore);
+  advance_both(one, other);
+  EXPECT_EQ(got, sent);
+  EXPECT_EQ(reader.reads, 0);
+
+  std::vector<std::uint32_t> answer = text(kLong, 2);
+  std::vector<std::uint32_t> got_back(kLong, 0);
+  one.send(1, 0, buffer(sent), ignore);
+  one.receive(1, 0, buffer(got_back), ignore);
+  other.send(0, 0, buffer(answer), ignore);
+  std::fill(got.begin(), got.end(), 0);
+  other.receive(0, 0, buffer(got), ignore);
+  advance_both(one, other);
+  EXPECT_EQ(got, sent);
+  EXPECT_EQ(got_back, answer);
+  EXPECT_GE(reader.reads, 1);
+  EXPECT_TRUE(one.is_idle() && other.is_idle());
+}
+
+// A rank that is asleep hears of none of the grants: there is room for so many and no more.
+TEST(MessagesTest, ManyAreReadWhileTheirSenderSleeps) {
+  constexpr std::uint32_t kMessages = 3 * kLaneDepth;
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.function());
+  Messages receiver = host.join(1, reader.function());
+  std::vector<std::vector<std::uint32_t>> sent;
+  std::vector<std::vector<std::uint32_t>> got(kMessages,
+                                              std::vector<std::uint32_t>(host.most_riding() + 7));
+  int sends_done = 0;
+  for (std::uint32_t i = 0; i < kMessages; ++i) {
+    sent.push_back(text(got[i].size(), i));
+  }
+  for (std::uint32_t i = 0; i < kMessages; ++i) {
+    sender.send(1, i % 3, buffer(sent[i]), [&](int) { ++sends_done; });
+  }
+  // All are announced before any is asked for.
+  std::vector<std::uint32_t> nothing;
+  receiver.receive(0, 99, buffer(nothing), ignore);
+  sender.send(1, 99, buffer(nothing), ignore);
+  advance_both(sender, receiver);
+  for (std::uint32_t i = 0; i < kMessages; ++i) {
+    receiver.receive(0, i % 3, buffer(got[i]), ignore);
+  }
+  while (receiver.advance()) {
+  }
+  EXPECT_EQ(reader.reads, static_cast<int>(kLaneDepth));
+  EXPECT_EQ(sends_done, 0);
+  advance_both(sender, receiver);
+  EXPECT_EQ(reader.reads, static_cast<int>(kMessages));
+  EXPECT_EQ(sends_done, static_cast<int>(kMessages));
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  EXPECT_EQ(got, sent);
 }
 
 }  // namespace

@@ -475,6 +475,10 @@ TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
       for (int receiver = 0; receiver < 2; ++receiver) {
         std::memset(static_cast<void*>(&lanes.counters(sender, receiver)), 0, sizeof(LaneCounters));
         std::memset(static_cast<void*>(&lanes.rings(sender, receiver)), 0, sizeof(LaneRings));
+        for (std::uint64_t number = 0; number < kLaneDepth; ++number) {
+          std::memset(static_cast<void*>(&lanes.announcement(sender, receiver, number)), 0,
+                      sizeof(Announcement));
+        }
       }
     }
     std::deque<Messages> both;
@@ -503,10 +507,13 @@ TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
       bear([&] { both[0].advance(); });
     }
     const int sender = dice.is_one_in(2) ? 0 : 1;
-    if (dice.is_one_in(2)) {
+    if (dice.is_one_in(3)) {
       dice.damage(&lanes.counters(sender, 1 - sender), sizeof(LaneCounters));
-    } else {
+    } else if (dice.is_one_in(2)) {
       dice.damage(&lanes.rings(sender, 1 - sender), sizeof(LaneRings));
+    } else {
+      dice.damage(&lanes.announcement(sender, 1 - sender, dice.below(messages)),
+                  sizeof(Announcement));
     }
     bear([&] {
       for (int turn = 0; turn < 100 && both[0].advance(); ++turn) {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <string>
 #include <vector>
@@ -108,6 +109,59 @@ TEST(NativeSingleCopyTest, ARankThatDiesAmidIsNamedToTheOther) {
       expect_death_is_named(ranks, 2, "read/", std::chrono::milliseconds(delay_ms));
     }
   }
+}
+
+// Messages of a rank that goes on sending, in both directions.
+const RankProgram send_until_it_dies("send_until_it_dies", [](RankOfTest& self,
+                                                              const std::string& count) {
+  std::vector<int> mine(std::stoul(count), self.rank);
+  std::vector<int> theirs(mine.size());
+  const int peer = 1 - self.rank;
+  for (int time = 0;; ++time) {
+    const WorkPtr sent = self.communicator->submit(send_to(peer, 1, mine));
+    self.communicator->run(receive_from(peer, 1, theirs));
+    sent->wait();
+    ASSERT_EQ(theirs, std::vector<int>(mine.size(), peer));
+    if (time == 0) {
+      self.store->set(join("sent/", self.rank), "");
+    }
+  }
+});
+
+TEST(NativeSingleCopyTest, ASenderThatDiesIsNamedToTheReceiver) {
+  for (const int count : {2'000, 400'000}) {
+    for (int delay_ms = 0; delay_ms < 8; delay_ms += 3) {
+      RankProcesses ranks("send_until_it_dies", 2, std::to_string(count));
+      expect_death_is_named(ranks, 2, "sent/", std::chrono::milliseconds(delay_ms));
+    }
+  }
+}
+
+// -- messages of ranks that are threads -----------------------------------------------------------
+
+// Rank 1 asks for a message when its sender has left: nobody knows what lies there now.
+TEST(NativeSingleCopyTest, AMessageWhoseSenderHasLeftIsNoMessage) {
+  run_ranks(2, [](RankOfTest& self) {
+    std::vector<int> values(3, self.rank);
+    self.communicator->run(barrier());
+    if (self.rank == 0) {
+      std::vector<int> sent(kCount, 7);
+      const WorkPtr work = self.communicator->submit(send_to(1, 4, sent));
+      self.communicator->run(send_to(1, 5, values));  // once this is there, that is announced
+      self.communicator->shutdown();
+      EXPECT_NE(error_of([&] { work->wait(); }).message, "");
+      std::fill(sent.begin(), sent.end(), 8);
+      self.store->set("has left", "");
+      return;
+    }
+    self.communicator->run(receive_from(0, 5, values));
+    static_cast<void>(self.store->get("has left", Deadline::in(std::chrono::seconds(30))));
+    std::vector<int> got(kCount, 0);
+    const auto [kind, message, blame] =
+        error_of([&] { self.communicator->run(receive_from(0, 4, got)); });
+    EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
+    EXPECT_EQ(blame.ranks, std::vector<int>{0}) << message;
+  });
 }
 
 }  // namespace

@@ -265,7 +265,7 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
       {FrameKind::kEager, "data"},
       {FrameKind::kSegment, "data"},
       {FrameKind::kReleased, ""},
-      {FrameKind::kAnnounced, std::string(sizeof(Announcement), 'a')},
+      {FrameKind::kAnnounced, std::string(sizeof(Announcement), '\0')},
       {FrameKind::kHeard, ""},
       {FrameKind::kGranted, ""},
       {FrameKind::kFailure, ToldError{2, {ErrorKind::kError, "x", {}}}.to_text()},
@@ -328,9 +328,11 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
   add("number 0", ground.header(FrameKind::kSegment, 0), "x");
   add("no free slot", ground.header(FrameKind::kSegment, kMessageLanes.slots + 1), "x");
   add("number huge", ground.header(FrameKind::kSegment, kHuge), "x");
-  const std::string announcement(sizeof(Announcement), 'a');
+  const std::string announcement(sizeof(Announcement), '\0');
   add("too short", ground.header(FrameKind::kAnnounced), announcement.substr(1));
-  add("too long", ground.header(FrameKind::kAnnounced), announcement + "x");
+  add("longer than it says", ground.header(FrameKind::kAnnounced), announcement + "x");
+  add("more than rides along", ground.header(FrameKind::kAnnounced),
+      announcement + std::string(ground.messages().most_riding_bytes(2, 0) + 1, 'x'));
   add("number ahead", ground.header(FrameKind::kAnnounced, 1), announcement);
   add("number huge", ground.header(FrameKind::kAnnounced, kHuge), announcement);
   add("number ahead", ground.header(FrameKind::kGranted, 1));
