@@ -24,7 +24,7 @@
 #include "c10d/device_streams.h"
 #include "c10d/gloo/gloo_communicator.h"
 #include "c10d/memory_tensor.h"
-#include "c10d/staged_communicator.h"
+#include "c10d/staged/staged_communicator.h"
 #include "c10d/store.h"
 #include "c10d/work.h"
 #include "communicator/departure.h"

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "bindings/torch_threads.h"
 #include "c10d/device_streams.h"
 #include "c10d/tensors.h"
+#include "c10d/torch_threads.h"
 
 namespace pydist {
 namespace {

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "reducer/gradients/gradient_shard.h"
+#include "reducer/gradients/large_copy.h"
 
 namespace pydist {
 namespace {
@@ -141,7 +142,10 @@ at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, const Fact
   // Nothing here is for autograd, which would take as long as the rest.
   const at::AutoDispatchBelowADInplaceOrView guard;
   if (factor.on_device || factor.number == 1.0) {
-    slot.view.copy_(scaled(gradient, factor));
+    const at::Tensor counted = scaled(gradient, factor);
+    if (!try_large_copy(slot.view, counted)) {
+      slot.view.copy_(counted);
+    }
   } else if (factor.number == 0.0) {
     slot.view.zero_();
   } else {

@@ -1,4 +1,4 @@
-#include "c10d/staging.h"
+#include "c10d/staged/staging.h"
 
 #include <array>
 #include <chrono>

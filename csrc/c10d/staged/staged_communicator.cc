@@ -1,4 +1,4 @@
-#include "c10d/staged_communicator.h"
+#include "c10d/staged/staged_communicator.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@
 #include "c10d/errors.h"
 #include "c10d/memory_tensor.h"
 #include "c10d/serial_queue.h"
-#include "c10d/staging.h"
+#include "c10d/staged/staging.h"
 #include "c10d/tensors.h"
 #include "communicator/open_communicators.h"
 #include "communicator/staging_parts.h"

@@ -1,4 +1,4 @@
-#include "bindings/torch_threads.h"
+#include "c10d/torch_threads.h"
 
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/from_blob.h>
