@@ -19,9 +19,19 @@ constexpr unsigned kLooksInARow = 16;
 AtOnce::AtOnce(Group& group, const Call& call) noexcept
     : group_(group), call_(call), offer_(offered_route(group, call)) {}
 
-bool AtOnce::may_post() const noexcept {
-  return group_.next_may_post() &&
-         (is_inline(offer_) || (offer_ == Offer::kEager && group_.next_may_deposit()));
+bool AtOnce::may_post(unsigned looks) const noexcept {
+  if (!is_inline(offer_) && offer_ != Offer::kEager) {
+    return false;
+  }
+  for (unsigned look = 1;; ++look) {
+    if (group_.next_may_post() && (is_inline(offer_) || group_.next_may_deposit())) {
+      return true;
+    }
+    if (look == looks) {
+      return false;
+    }
+    spin_pause();
+  }
 }
 
 void AtOnce::post() {

@@ -19,8 +19,10 @@ class AtOnce {
  public:
   AtOnce(Group& group, const Call& call) noexcept;
 
-  // Whether the call can be posted with its data, and without waiting. Before Group::begin().
-  [[nodiscard]] bool may_post() const noexcept;
+  // Whether the call can be posted with its data, or can be within so many `looks`: a rank that
+  // waits for nobody, such as the root of a broadcast, may be as far ahead of the others as there
+  // are posts. Before Group::begin().
+  [[nodiscard]] bool may_post(unsigned looks) const noexcept;
   // Posts it, but wakes nobody: try_finish() follows. After Group::begin().
   void post();
   // Completes it if everybody's post, each with its data, is there within so many `looks`; a

@@ -129,7 +129,9 @@ bool CollectiveQueue::try_at_once(const Operation& operation,
   }
   const Call call = make_call_(operation);
   AtOnce at_once(group_, call);
-  if (!at_once.may_post()) {
+  // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
+  const unsigned looks = may_spin() ? kLooksAtOnce : 1;
+  if (!at_once.may_post(looks)) {
     return false;
   }
   group_.begin();
@@ -138,8 +140,7 @@ bool CollectiveQueue::try_at_once(const Operation& operation,
     // First of all: a rank that is stopped once peers can see its post has entered.
     ticket = note_begin(operation);
     at_once.post();
-    // Where ranks share cores, a spinning one would keep the core from the one that it waits for.
-    is_done = at_once.try_finish(may_spin() ? kLooksAtOnce : 1);
+    is_done = at_once.try_finish(looks);
   } catch (...) {
     fail_begun(ticket);
     std::rethrow_exception(health_->failure());
