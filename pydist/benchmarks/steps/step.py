@@ -154,10 +154,19 @@ def show_times(results: dict[str, Any], ranks: int) -> None:
     adds = subcommand.make_table(
         "time that averaging adds to a step, ms (with the middle 95 %)",
         ["model"],
-        ["DDP", "DDP, best", "pydist", "exposed, by stats()", "pydist / DDP", "pydist / DDP, best"],
+        [
+            "DDP",
+            "DDP, best",
+            "pydist",
+            "exposed, by stats()",
+            "averaging alone",
+            "pydist / DDP",
+            "pydist / DDP, best",
+        ],
     )
     for name, title, times in measured:
         medians, best, added = times["median_ms"], times["best_ddp"], times["added_ms"]
+        averaging = times["averaging_alone_ms"]
         steps.add_row(
             title,
             str(times["rounds"]),
@@ -170,6 +179,7 @@ def show_times(results: dict[str, Any], ranks: int) -> None:
             name,
             *(_added(added[arm]) for arm in (DDP, best, OURS)),
             _added(times["exposed_ms"]),
+            "-" if averaging is None else f"{averaging:.2f}",
             subcommand.ratio_text(times["added_over_ddp"]),
             subcommand.ratio_text(times["added_over_best_ddp"]),
         )

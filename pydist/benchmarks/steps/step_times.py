@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,6 +38,9 @@ ALONE, OURS = "alone", "pydist"
 # Beside the arms: what pydist's own counters say of its step, and backward's part of `alone`.
 EXPOSED = "pydist exposed"
 BACKWARD = "backward alone"
+# All gradients averaged with nothing else to do. Where the ranks' steps keep all cores busy, no
+# overlap hides it: a step takes as much longer than `alone`.
+AVERAGING = "averaging alone"
 
 # DDP builds its buckets anew after the first step, pydist may after steps 1, 2 and 4.
 _WARM_ROUNDS = 5
@@ -109,11 +113,18 @@ def run_rounds(name: str, seconds: float, journal: str) -> None:
     model, inputs = MODELS[name].make()
     arms = make_arms(model)
     slowest = torch.zeros(2, dtype=torch.float64)
+    gradients = None
+    if not MODELS[name].is_sparse:
+        parameters = list(model.parameters())
+        count = sum(parameter.numel() for parameter in parameters)
+        gradients = pydist.symmetric_empty(count, dtype=parameters[0].dtype).zero_()
 
     def time_round(number: int) -> dict[str, float]:
         times: dict[str, float] = {}
         for arm, module in in_turns(arms, number):
             times |= time_step(arm, module, inputs, slowest)
+        if gradients is not None:
+            times[AVERAGING] = slowest_s(partial(pydist.all_reduce, gradients, "mean"))
         return times
 
     in_rounds(f"{name}: steps", seconds, journal, time_round)
@@ -212,11 +223,12 @@ def summarize(rounds: Rounds) -> dict[str, Any]:
 
     Args:
         rounds: seconds of each arm, one or more rounds; `alone`, `pydist`, `pydist exposed`, and
-            arms of `ddp_knobs`, the default one among them.
+            arms of `ddp_knobs`, the default one among them; `averaging alone` may be there.
 
     Returns:
         For JSON. Milliseconds: medians, and intervals of 95 %. `added_over_ddp` and
-        `added_over_best_ddp` are null where DDP adds nothing that can be told from zero.
+        `added_over_best_ddp` are null where DDP adds nothing that can be told from zero, and
+        `averaging_alone_ms` is where it was not measured.
     """
     count = len(rounds[ALONE])
     ddp_arms = [arm for arm in ddp_knobs.KNOBS if arm in rounds]
@@ -246,5 +258,8 @@ def summarize(rounds: Rounds) -> dict[str, Any]:
         "step_over_ddp": asdict(ratio_of(rounds[OURS], rounds[ddp_knobs.DEFAULT])),
         "step_over_best_ddp": asdict(ratio_of(rounds[OURS], rounds[best])),
         "exposed_ms": {"median": exposed_ms, "interval": interval},
+        "averaging_alone_ms": statistics.median(rounds[AVERAGING]) * 1e3
+        if AVERAGING in rounds
+        else None,
         "warnings": warnings,
     }

@@ -101,6 +101,10 @@ def test_what_averaging_adds_is_compared_within_rounds() -> None:
             {"median": expected, "low": expected, "high": expected}
         )
     assert summary["exposed_ms"]["median"] == pytest.approx(1)
+    assert summary["averaging_alone_ms"] is None
+    alone_s = {step_times.AVERAGING: [0.003, 0.001, 0.002] * 20}
+    summary = step_times.summarize(made_up_rounds(ddp_ms=10, ours_ms=2) | alone_s)
+    assert summary["averaging_alone_ms"] == pytest.approx(2)
     assert summary["step_over_best_ddp"]["high"] < 1
     assert summary["warnings"] == []
 
