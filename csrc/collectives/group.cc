@@ -23,6 +23,15 @@ Condition Group::reached_by_all(CounterOf counter, std::uint64_t target) const n
   return {segment_.control(0).*counter, segment_.control_stride(), size_, rank_, target};
 }
 
+std::uint64_t Group::least(CounterOf counter, std::uint64_t own) const noexcept {
+  for (int rank = 0; rank < size_; ++rank) {
+    if (rank != rank_) {
+      own = std::min(own, (segment_.control(rank).*counter).load(std::memory_order_acquire));
+    }
+  }
+  return own;
+}
+
 Condition Group::may_post() noexcept {
   if (sequence_ <= known_completed_ + kPostDepth) {
     return {};

@@ -119,6 +119,12 @@ class Group {
     return round_ < known_consumed_ + kTransitSlots;
   }
 
+  // Takes that look: a rank that waits for nobody learns of the others in no other way.
+  void look_what_is_free() noexcept {
+    known_completed_ = least(&RankControl::completed, sequence_);
+    known_consumed_ = least(&RankControl::consumed, round_);
+  }
+
   // This rank's post of the operation, to fill in before publish_post().
   [[nodiscard]] Post& my_post() noexcept { return segment_.control(rank_).posts[slot()]; }
   [[nodiscard]] PostDetail& my_detail() noexcept { return segment_.control(rank_).details[slot()]; }
@@ -227,6 +233,8 @@ class Group {
   }
   [[nodiscard]] std::size_t slot() const noexcept { return sequence_ % kPostDepth; }
   [[nodiscard]] Condition reached_by_all(CounterOf counter, std::uint64_t target) const noexcept;
+  // How far all other ranks are, `own` at most.
+  [[nodiscard]] std::uint64_t least(CounterOf counter, std::uint64_t own) const noexcept;
 
   const int rank_;
   const int size_;

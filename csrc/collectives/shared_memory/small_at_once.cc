@@ -19,7 +19,7 @@ constexpr unsigned kLooksInARow = 16;
 AtOnce::AtOnce(Group& group, const Call& call) noexcept
     : group_(group), call_(call), offer_(offered_route(group, call)) {}
 
-bool AtOnce::may_post(unsigned looks) const noexcept {
+bool AtOnce::may_post(unsigned looks) noexcept {
   if (!is_inline(offer_) && offer_ != Offer::kEager) {
     return false;
   }
@@ -30,7 +30,13 @@ bool AtOnce::may_post(unsigned looks) const noexcept {
     if (look == looks) {
       return false;
     }
-    spin_pause();
+    if (look == 2) {
+      group_.notify();  // those who sleep may be waited for
+    }
+    if (look > 1) {
+      spin_pause();
+    }
+    group_.look_what_is_free();
   }
 }
 

@@ -22,7 +22,7 @@ class AtOnce {
   // Whether the call can be posted with its data, or can be within so many `looks`: a rank that
   // waits for nobody, such as the root of a broadcast, may be as far ahead of the others as there
   // are posts. Before Group::begin().
-  [[nodiscard]] bool may_post(unsigned looks) const noexcept;
+  [[nodiscard]] bool may_post(unsigned looks) noexcept;
   // Posts it, but wakes nobody: try_finish() follows. After Group::begin().
   void post();
   // Completes it if everybody's post, each with its data, is there within so many `looks`; a
