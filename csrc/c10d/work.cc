@@ -368,6 +368,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
               parcel = nullptr;  // with the future's events
             });
       });
+  work_->go_on_unattended();
   return future_;
 }
 

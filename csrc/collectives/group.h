@@ -119,10 +119,19 @@ class Group {
     return round_ < known_consumed_ + kTransitSlots;
   }
 
-  // Takes that look: a rank that waits for nobody learns of the others in no other way.
-  void look_what_is_free() noexcept {
-    known_completed_ = least(&RankControl::completed, sequence_);
-    known_consumed_ = least(&RankControl::consumed, round_);
+  // Until they say so: then how far the others are is to be noted. A rank that waits for nobody
+  // learns of them in no other way.
+  [[nodiscard]] Condition until_next_may_post() const noexcept {
+    return reached_by_all(&RankControl::completed, sequence_ + 1 - kPostDepth);
+  }
+  [[nodiscard]] Condition until_next_may_deposit() const noexcept {
+    return reached_by_all(&RankControl::consumed, round_ + 1 - kTransitSlots);
+  }
+  void note_completed() noexcept {
+    known_completed_ = std::max(known_completed_, least(&RankControl::completed, sequence_));
+  }
+  void note_consumed() noexcept {
+    known_consumed_ = std::max(known_consumed_, least(&RankControl::consumed, round_));
   }
 
   // This rank's post of the operation, to fill in before publish_post().

@@ -43,6 +43,10 @@ class Work {
   // if it has failed by now; one that comes later fails the group.
   [[nodiscard]] virtual bool wait_on_stream(void* /*stream*/) { return false; }
 
+  // Nobody is going to wait for the operation. A backend that leaves it to its waiters for a moment
+  // moves it along from now on.
+  virtual void go_on_unattended() {}
+
   // For which rank the operation waits, for the message of a Timeout; empty where nobody can tell.
   [[nodiscard]] virtual std::string diagnosis() { return {}; }
 

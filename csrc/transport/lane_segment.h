@@ -8,7 +8,8 @@
 //
 // A message is announced by its sender, matched by its receiver, and moved when the receiver
 // grants it, in the order of the grants. So a message that nobody has asked for never blocks
-// another one, and nothing is buffered beyond the lane's slots.
+// another one. Beyond the lane's slots, a receiver keeps of such messages what has come with their
+// announcements: a few KiB each, in memory of its own.
 //
 //   sender    announces message n: tag, type, count; data of a few KiB rides along
 //   receiver  hears the announcement; when a receive matches, grants message n

@@ -11,9 +11,12 @@
 namespace pydist {
 namespace {
 
-// Of a longer message, two ranks that copy it piece by piece, one into the lane and one out of it,
-// are done sooner than one that reads it alone; not where each would copy twice, since both send.
-constexpr std::size_t kMostReadAlone = std::size_t{512} << 10;
+// The longest message that is read out of its sender's process. A longer one goes through the lane:
+// its sender copies one piece in while its receiver copies another one out, which is quicker than
+// if the receiver does all of it. Where both ranks send, the lane would cost each of them two
+// copies; reading is quicker there up to a length at which it makes no difference any more.
+constexpr std::size_t kMostRead = std::size_t{512} << 10;
+constexpr std::size_t kMostReadByBoth = std::size_t{32} << 20;
 
 [[noreturn]] void throw_damaged(int peer, const std::string& what) {
   throw Error(ErrorKind::kError,
@@ -89,6 +92,9 @@ Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer
     return AtOnce::kNever;
   }
   require_alike(buffer, peer, announcement);
+  if (announcement.riding_bytes != buffer.bytes()) {
+    return AtOnce::kNever;  // match() says what is wrong
+  }
   if (buffer.count != 0) {
     std::memcpy(buffer.data, place.payload(), buffer.bytes());
   }
@@ -164,7 +170,9 @@ void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const 
   }
   segment_.counters(rank_, peer).announced.store(number + 1, std::memory_order_release);
   if (MessageCarrier* const carrier = carrier_to(peer)) {
-    carrier->send_announcement(peer, number, announcement);
+    carrier->send_announcement(peer, number,
+                               {reinterpret_cast<const std::byte*>(&announcement),
+                                sizeof announcement + announcement.riding_bytes});
   }
   doorbells_[static_cast<std::size_t>(peer)]->ring();
 }
@@ -195,6 +203,7 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
   for (; lane.grants_seen != granted; ++lane.grants_seen) {
     const std::uint64_t word = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
     const std::uint64_t number = word & ~kTaken;
+    PYDIST_CHECK(number == word || read_process_ != nullptr);
     const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
                                    [number](const Send& each) { return each.number == number; });
     PYDIST_CHECK(send != lane.announced.end());
@@ -293,10 +302,16 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
     return false;
   }
   require_alike(receive->buffer, peer, announcement);
+  const std::size_t riding_bytes =
+      rides_along(peer, rank_, receive->buffer) ? receive->buffer.bytes() : 0;
+  if (announcement.riding_bytes != riding_bytes) {
+    throw_damaged(peer, join("lets ", announcement.riding_bytes,
+                             " bytes ride along with a message instead of ", riding_bytes));
+  }
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);
   const std::size_t bytes = matched.buffer.bytes();
-  if (bytes == announcement.riding_bytes) {
+  if (bytes == riding_bytes) {
     if (bytes != 0) {
       std::memcpy(matched.buffer.data, heard.payload, bytes);
     }
@@ -319,9 +334,9 @@ bool Messages::may_grant(int peer) const noexcept {
 
 bool Messages::take(int peer, const Receive& receive) {
   const Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
-  const bool are_both_busy = !out.announced.empty() || !out.granted.empty();
+  const bool do_both_send = !out.announced.empty() || !out.granted.empty();
   return receive.address != 0 && read_process_ != nullptr && carrier_to(peer) == nullptr &&
-         (receive.buffer.bytes() <= kMostReadAlone || are_both_busy) &&
+         receive.buffer.bytes() <= (do_both_send ? kMostReadByBoth : kMostRead) &&
          read_process_(peer, receive.address,
                        {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()});
 }

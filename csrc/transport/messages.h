@@ -35,10 +35,10 @@ class MessageCarrier {
   [[nodiscard]] virtual std::unique_ptr<SendChannel> make_sender(int peer) = 0;
   [[nodiscard]] virtual std::unique_ptr<ReceiveChannel> make_receiver(int peer) = 0;
 
-  // This rank has announced message `number` to `peer`; has heard so many of its announcements; has
-  // granted its message `message` as the grant of that number.
+  // This rank has announced message `number` to `peer`, with what rides along; has heard so many of
+  // its announcements; has granted its message `message` as the grant of that number.
   virtual void send_announcement(int peer, std::uint64_t number,
-                                 const Announcement& announcement) = 0;
+                                 std::span<const std::byte> announcement) = 0;
   virtual void send_heard(int peer, std::uint64_t heard) = 0;
   virtual void send_grant(int peer, std::uint64_t number, std::uint64_t message) = 0;
 };

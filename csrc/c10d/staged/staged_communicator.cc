@@ -214,9 +214,11 @@ class StagedCommunicator final : public Communicator {
     const bool is_message = is_point_to_point(operation.kind);
     auto job = [staging = staging_, operation = std::move(operation), work] {
       try {
-        staging->host().submit(operation)->on_completion([work](const Work::Outcome& outcome) {
+        const WorkPtr on_host = staging->host().submit(operation);
+        on_host->on_completion([work](const Work::Outcome& outcome) {
           work->finish(outcome.error, outcome.source_rank);
         });
+        on_host->go_on_unattended();
       } catch (...) {
         work->finish(std::current_exception());
       }
@@ -304,6 +306,7 @@ class StagedCommunicator final : public Communicator {
         staging->deliver(*staged, memory, source);
       });
     });
+    received->go_on_unattended();
   }
 
   // One more, for as long as it lives.

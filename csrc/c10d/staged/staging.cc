@@ -53,6 +53,7 @@ void Staging::send(const StagedPtr& staged) {
     sent->on_completion([staged, memory](const Work::Outcome& outcome) {
       staged->finish(outcome.error, outcome.source_rank);
     });
+    sent->go_on_unattended();
   } catch (...) {
     const std::exception_ptr error = std::current_exception();
     if (!are_copies_over(staged->device)) {

@@ -14,6 +14,16 @@ namespace {
 // together with this one has posted by then.
 constexpr unsigned kLooksInARow = 16;
 
+bool comes_true(Condition condition, unsigned looks) noexcept {
+  for (unsigned look = 1; !condition.holds(); ++look) {
+    if (look >= looks) {
+      return false;
+    }
+    spin_pause();
+  }
+  return true;
+}
+
 }  // namespace
 
 AtOnce::AtOnce(Group& group, const Call& call) noexcept
@@ -23,21 +33,19 @@ bool AtOnce::may_post(unsigned looks) noexcept {
   if (!is_inline(offer_) && offer_ != Offer::kEager) {
     return false;
   }
-  for (unsigned look = 1;; ++look) {
-    if (group_.next_may_post() && (is_inline(offer_) || group_.next_may_deposit())) {
-      return true;
-    }
-    if (look == looks) {
+  if (!group_.next_may_post()) {
+    if (!comes_true(group_.until_next_may_post(), looks)) {
       return false;
     }
-    if (look == 2) {
-      group_.notify();  // those who sleep may be waited for
-    }
-    if (look > 1) {
-      spin_pause();
-    }
-    group_.look_what_is_free();
+    group_.note_completed();
   }
+  if (!is_inline(offer_) && !group_.next_may_deposit()) {
+    if (!comes_true(group_.until_next_may_deposit(), looks)) {
+      return false;
+    }
+    group_.note_consumed();
+  }
+  return true;
 }
 
 void AtOnce::post() {

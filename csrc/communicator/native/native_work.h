@@ -32,6 +32,12 @@ class NativeWork final : public Work {
 
   [[nodiscard]] std::string diagnosis() override { return drivable_->diagnosis(); }
 
+  void go_on_unattended() override {
+    if (!is_completed()) {
+      drivable_->hand_over_unattended();
+    }
+  }
+
   // Whether a thread waits for it now: until then its program goes on.
   [[nodiscard]] bool is_waited_for() const noexcept {
     return waiters_.load(std::memory_order_relaxed) != 0;

@@ -178,11 +178,10 @@ std::unique_ptr<ReceiveChannel> RemoteRanks::make_receiver(int peer) {
 }
 
 void RemoteRanks::send_announcement(int peer, std::uint64_t number,
-                                    const Announcement& announcement) {
+                                    std::span<const std::byte> announcement) {
   FrameHeader header = header_for(FrameKind::kAnnounced, peer);
   header.number = number;
-  link(peer)->send(header, {reinterpret_cast<const std::byte*>(&announcement),
-                            sizeof announcement + announcement.riding_bytes});
+  link(peer)->send(header, announcement);
 }
 
 void RemoteRanks::send_heard(int peer, std::uint64_t heard) {

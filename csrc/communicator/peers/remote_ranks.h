@@ -81,7 +81,8 @@ class RemoteRanks final : public Announcer,
   [[nodiscard]] bool reaches(int peer) const noexcept override { return link(peer) != nullptr; }
   [[nodiscard]] std::unique_ptr<SendChannel> make_sender(int peer) override;
   [[nodiscard]] std::unique_ptr<ReceiveChannel> make_receiver(int peer) override;
-  void send_announcement(int peer, std::uint64_t number, const Announcement& announcement) override;
+  void send_announcement(int peer, std::uint64_t number,
+                         std::span<const std::byte> announcement) override;
   void send_heard(int peer, std::uint64_t heard) override;
   void send_grant(int peer, std::uint64_t number, std::uint64_t message) override;
 

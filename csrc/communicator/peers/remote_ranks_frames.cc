@@ -246,14 +246,16 @@ void RemoteRanks::take_message_news(const FrameHeader& header, const std::byte* 
   }
   if (header.kind == FrameKind::kGranted) {
     LaneCounters& counters = lanes_.messages.counters(rank_, peer);
-    require(header.number == counters.granted.load(std::memory_order_relaxed), header);
+    require(header.number == counters.granted.load(std::memory_order_relaxed) &&
+                (header.extra & kTaken) == 0,
+            header);
     lanes_.messages.rings(rank_, peer).grants[header.number % kLaneDepth] = header.extra;
     counters.granted.store(header.number + 1, std::memory_order_release);
     return;
   }
   LaneCounters& counters = lanes_.messages.counters(peer, rank_);
   require(header.number == counters.announced.load(std::memory_order_relaxed) &&
-              header.number < counters.heard.load(std::memory_order_relaxed) + kLaneDepth,
+              header.number < counters.heard.load(std::memory_order_acquire) + kLaneDepth,
           header);
   Announcement announcement;
   std::memcpy(&announcement, payload, sizeof announcement);

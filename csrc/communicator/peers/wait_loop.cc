@@ -39,6 +39,10 @@ Drivable::~Drivable() { progress_->dismiss(); }
 
 void Drivable::hand_over() { progress_->hand_over(shared_from_this(), way_); }
 
+void Drivable::hand_over_unattended() {
+  progress_->hand_over(shared_from_this(), HandOver::kAtOnce);
+}
+
 void Drivable::prepare() { progress_->start(); }
 
 ProgressThread::ProgressThread(std::shared_ptr<Doorbell> doorbell, std::chrono::nanoseconds spin)

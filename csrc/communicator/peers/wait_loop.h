@@ -54,8 +54,12 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
   template <typename Finished>
   void attend_until(Finished is_finished, std::chrono::nanoseconds longest);
 
-  // Drives once, where nobody does: for a caller that looks whether an operation is over.
+  // For a caller that looks whether an operation is over. Drives once what the progress thread has
+  // not been woken for, where nobody does.
   void drive_in_passing() {
+    if (way_ == HandOver::kAtOnce) {
+      return;
+    }
     if (Right right = try_attend()) {
       drive();
       leave(std::move(right));
@@ -77,6 +81,8 @@ class Drivable : public std::enable_shared_from_this<Drivable> {
 
   // Leaves what there is to drive to the progress thread. Cannot fail after prepare().
   void hand_over();
+  // The same for operations that nobody is going to wait for: the thread begins at once.
+  void hand_over_unattended();
   // Makes sure that there is a thread to hand over to. Throws TransportError where none is to be
   // had: whoever submits calls it before anything is queued.
   void prepare();
@@ -178,9 +184,9 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   std::vector<std::shared_ptr<Drivable>> handed_over_;  // guarded by mutex_
   bool came_soon_ = false;                              // since the last nap; guarded by mutex_
   bool is_napping_ = false;                             // guarded by mutex_
-  std::chrono::microseconds nap_;                       // how long the next one is
-  EngineThread thread_;                                 // guarded by mutex_
-  std::shared_ptr<TcpNode> network_;                    // guarded by mutex_; set once
+  std::chrono::microseconds nap_;     // how long the next one is; guarded by mutex_
+  EngineThread thread_;               // guarded by mutex_
+  std::shared_ptr<TcpNode> network_;  // guarded by mutex_; set once
   std::atomic<TcpNode*> polled_network_{nullptr};
   std::atomic<bool> has_thread_{false};  // for start() alone, which is called often
 };

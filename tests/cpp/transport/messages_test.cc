@@ -692,5 +692,32 @@ TEST(MessagesTest, ManyAreReadWhileTheirSenderSleeps) {
   EXPECT_EQ(got, sent);
 }
 
+TEST(MessagesTest, AShortOneIsReadWhileALongOneIsOnItsWay) {
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.function());
+  Messages receiver = host.join(1, reader.function());
+  const std::vector<std::size_t> counts = {300'000, 5'000, 400'000, 6'000, 3};
+  std::vector<std::vector<std::uint32_t>> sent;
+  std::vector<std::vector<std::uint32_t>> got;
+  for (const std::size_t count : counts) {
+    sent.push_back(text(count, static_cast<std::uint32_t>(count)));
+    got.emplace_back(count, 0);
+  }
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    sender.send(1, i, buffer(sent[i]), ignore);
+    receiver.receive(0, i, buffer(got[i]), ignore);
+  }
+  sender.advance();
+  receiver.advance();  // has granted the long ones, of which nothing has come
+  EXPECT_EQ(reader.reads, 2);
+  EXPECT_EQ(got[3], sent[3]);
+  EXPECT_FALSE(receiver.is_idle());
+  advance_both(sender, receiver);
+  EXPECT_EQ(reader.reads, 2);
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  EXPECT_EQ(got, sent);
+}
+
 }  // namespace
 }  // namespace pydist

@@ -47,8 +47,7 @@ TEST(NativeMessagesTest, BigCrossedSends) {
   });
 }
 
-// Before any other thread looks, which it does from time to time.
-TEST(NativeMessagesTest, WhoLooksWhetherAMessageIsOverMovesIt) {
+TEST(NativeMessagesTest, OfThoseThatAreOnlyLookedAt) {
   run_ranks(2, [](RankOfTest& self) {
     const int peer = 1 - self.rank;
     std::vector<int> out(100'000, self.rank + 10);

@@ -62,7 +62,7 @@ std::vector<std::string> recorded_frames() {
     Announcement announcement{};
     announcement.tag = 7;
     announcement.count = number;
-    remote.send_announcement(kRemote, number, announcement);
+    remote.send_announcement(kRemote, number, std::as_bytes(std::span(&announcement, 1)));
     remote.send_heard(kRemote, number + 1);
     remote.send_grant(kRemote, number, number);
   }

@@ -331,8 +331,15 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
   const std::string announcement(sizeof(Announcement), '\0');
   add("too short", ground.header(FrameKind::kAnnounced), announcement.substr(1));
   add("longer than it says", ground.header(FrameKind::kAnnounced), announcement + "x");
+  Announcement too_much{};
+  too_much.riding_bytes =
+      static_cast<std::uint32_t>(ground.messages().most_riding_bytes(kRemote, 0) + 1);
   add("more than rides along", ground.header(FrameKind::kAnnounced),
-      announcement + std::string(ground.messages().most_riding_bytes(2, 0) + 1, 'x'));
+      std::string(reinterpret_cast<const char*>(&too_much), sizeof too_much) +
+          std::string(too_much.riding_bytes, 'x'));
+  FrameHeader taken = ground.header(FrameKind::kGranted);
+  taken.extra = kTaken;
+  add("read by another host", taken);
   add("number ahead", ground.header(FrameKind::kAnnounced, 1), announcement);
   add("number huge", ground.header(FrameKind::kAnnounced, kHuge), announcement);
   add("number ahead", ground.header(FrameKind::kGranted, 1));
