@@ -119,8 +119,8 @@ class Group {
     return round_ < known_consumed_ + kTransitSlots;
   }
 
-  // Until they say so: then how far the others are is to be noted. A rank that waits for nobody
-  // learns of them in no other way.
+  // The conditions for that. Once one holds, note_completed() or note_consumed() has to follow: it
+  // looks how far the others are, which a rank that waits for nobody learns in no other way.
   [[nodiscard]] Condition until_next_may_post() const noexcept {
     return reached_by_all(&RankControl::completed, sequence_ + 1 - kPostDepth);
   }

@@ -203,17 +203,17 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
   for (; lane.grants_seen != granted; ++lane.grants_seen) {
     const std::uint64_t word = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
     const std::uint64_t number = word & ~kTaken;
-    PYDIST_CHECK(number == word || read_process_ != nullptr);
+    const bool is_taken = (word & kTaken) != 0;
+    PYDIST_CHECK(!is_taken || read_process_ != nullptr);
     const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
                                    [number](const Send& each) { return each.number == number; });
     PYDIST_CHECK(send != lane.announced.end());
-    if (number == word) {
-      lane.granted.push_back(std::move(*send));
-      lane.announced.erase(send);
+    Send granted_send = std::move(*send);
+    lane.announced.erase(send);
+    if (is_taken) {
+      finish(granted_send.on_done, peer);
     } else {
-      OnDone on_done = std::move(send->on_done);
-      lane.announced.erase(send);
-      finish(on_done, peer);
+      lane.granted.push_back(std::move(granted_send));
     }
   }
   if (carrier_to(peer) == nullptr) {
@@ -302,16 +302,15 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
     return false;
   }
   require_alike(receive->buffer, peer, announcement);
-  const std::size_t riding_bytes =
-      rides_along(peer, rank_, receive->buffer) ? receive->buffer.bytes() : 0;
-  if (announcement.riding_bytes != riding_bytes) {
+  const std::size_t bytes = receive->buffer.bytes();
+  const bool has_come = rides_along(peer, rank_, receive->buffer);
+  if (announcement.riding_bytes != (has_come ? bytes : 0)) {
     throw_damaged(peer, join("lets ", announcement.riding_bytes,
-                             " bytes ride along with a message instead of ", riding_bytes));
+                             " bytes ride along with a message of ", bytes));
   }
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);
-  const std::size_t bytes = matched.buffer.bytes();
-  if (bytes == riding_bytes) {
+  if (has_come) {
     if (bytes != 0) {
       std::memcpy(matched.buffer.data, heard.payload, bytes);
     }

@@ -9,8 +9,9 @@
 namespace pydist {
 namespace {
 
-// Of what is smaller, a core's own cache still holds a part when it is sent. Measured with
-// `pydist bench step`.
+// Of what is smaller, a core's own cache may still hold a part when it is sent. Copied and averaged
+// by two ranks, gradients of 256 KiB gained nothing, those of 1 MiB a sixth, of 4 and 16 MiB a
+// fifth.
 constexpr std::size_t kLargeBytes = std::size_t{2} << 20;
 // A thread more is worth it for so many bytes.
 constexpr std::int64_t kBytesOfAThread = std::int64_t{1} << 20;

@@ -47,7 +47,7 @@ TEST(NativeMessagesTest, BigCrossedSends) {
   });
 }
 
-TEST(NativeMessagesTest, OfThoseThatAreOnlyLookedAt) {
+TEST(NativeMessagesTest, ArriveWhereWorksAreOnlyLookedAt) {
   run_ranks(2, [](RankOfTest& self) {
     const int peer = 1 - self.rank;
     std::vector<int> out(100'000, self.rank + 10);
