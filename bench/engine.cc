@@ -5,6 +5,11 @@
 //   bench_engine [kind=all_reduce] [ranks=2] [smallest=8] [largest=268435456]
 //                [seconds per size=0.5] [dtype=float32|bfloat16] [wire=float32|bfloat16]
 //
+//   bench_engine handover
+//
+// The latter prints how many nanoseconds a cache line takes from the first core to the second:
+// where a hypervisor moves them, everything else depends on that.
+//
 // Kinds: all_reduce, reduce_scatter, all_gather, broadcast, all_to_all. Bytes are those of the
 // larger one of the buffers that a rank gives and gets; all but all_to_all are in place. Prints
 // medians over turns; a call's time is that of the slowest rank. Ranks are forked processes, each
@@ -31,6 +36,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/line_handover.h"
 #include "collectives/roofline.h"
 #include "communicator/native/native_communicator.h"
 #include "communicator/peers/endpoint.h"
@@ -295,6 +301,22 @@ void pin(int rank) {
   }
 }
 
+void measure_handover() {
+  constexpr std::uint64_t kTurns = 20000;
+  auto* const lines = static_cast<std::byte*>(shared_memory(2 * kHandoverBytes));
+  const auto take_turns = [lines](int rank) {
+    pin(rank);
+    return time_line_handover(lines + static_cast<std::size_t>(rank) * kHandoverBytes,
+                              lines + static_cast<std::size_t>(1 - rank) * kHandoverBytes,
+                              rank == 0, kTurns, Deadline::in(std::chrono::seconds(10)));
+  };
+  if (::fork() == 0) {
+    static_cast<void>(take_turns(1));
+    ::_exit(0);
+  }
+  std::printf("%.1f\n", take_turns(0));
+}
+
 int run(const Settings& settings) {
   auto* scratch = new (shared_memory(sizeof(Scratch))) Scratch;
   auto* roofline = static_cast<std::byte*>(
@@ -339,6 +361,10 @@ int main(int argc, char** argv) {
   };
   pydist::Settings settings;
   const std::string kind = word(0, "all_reduce");
+  if (kind == "handover") {
+    pydist::measure_handover();
+    return 0;
+  }
   bool is_kind = false;
   for (const pydist::OpKind each :
        {pydist::OpKind::kAllReduce, pydist::OpKind::kReduceScatter, pydist::OpKind::kAllGather,

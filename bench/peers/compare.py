@@ -7,6 +7,11 @@ is the middle 95 % of a bootstrap over the rounds. Above 1 the engine is faster.
 is that of its better arm (in place or out of place); the engine's is in place (all_to_all: out of
 place), on ordinary and on symmetric memory.
 
+A hypervisor may move a machine's cores together and apart, for seconds or minutes: then the same
+calls take up to twice as long. So before, between and after the programs of a size it is measured
+how far the cores are from each other. A size at which they were moved is measured once more, and
+there is a table for each of the two states that were met.
+
 Before: python bench/peers/install.py, and bench_engine built (CMake's PYDIST_BUILD_BENCH=ON).
 """
 
@@ -15,8 +20,9 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +61,8 @@ class Program:
     times: dict[str, dict[int, dict[str, list[float]]]] = field(default_factory=dict)
     """Of each kind, size and arm, a round after the other."""
 
-    def run(self, kind: str, size: int, seconds: float, timeout_s: float) -> None:
+    def run(self, kind: str, size: int, seconds: float, timeout_s: float) -> dict[str, float]:
+        """The time of each arm."""
         measure = [kind, *self.arguments, str(size), str(size), str(seconds)]
         try:
             result = subprocess.run(
@@ -73,19 +80,72 @@ class Program:
         if result.returncode != 0:
             said = (result.stderr or result.stdout).strip().splitlines()
             stop(f"{self.title}: exit code {result.returncode}: {said[0] if said else 'silent'}")
+        times: dict[str, float] = {}
         for line in result.stdout.splitlines():
             words = line.split()
             if line.startswith("# "):
                 version = line[2:].split(", package")[0].replace("Version:", "")
                 self.title = " ".join(version.split())
             elif words and words[0] == str(size):
-                of_kind = self.times.setdefault(kind, {})
-                arms = of_kind.setdefault(size, {arm: [] for arm in self.arms})
-                for arm, time in zip(self.arms, words[1:], strict=False):
-                    arms[arm].append(float(time))
+                times = dict(zip(self.arms, map(float, words[1:]), strict=False))
+        if not times:
+            stop(f"{self.title}: says nothing of {size} bytes")
+        return times
 
-    def best_arm(self, kind: str, size: int) -> str:
-        return min(self.arms, key=lambda arm: statistics.median(self.times[kind][size][arm]))
+    def note(self, kind: str, size: int, times: dict[str, float]) -> None:
+        """Keeps the times of a round."""
+        arms = self.times.setdefault(kind, {}).setdefault(size, {arm: [] for arm in self.arms})
+        for arm, time_us in times.items():
+            arms[arm].append(time_us)
+
+
+class Cores:
+    """How far the cores are from each other, and what was measured when."""
+
+    # So many times as far is another place. Cores that share a cache take 25 to 60 ns, others 210
+    # to 320 (Zen 5).
+    MOVED = 3
+
+    def __init__(self, engine: Path) -> None:
+        self._command = [str(engine), "handover"]
+        # Nanoseconds that a cache line took in each round, by kind and size.
+        self.distances: dict[tuple[str, int], list[float]] = {}
+
+    def measure_ns(self) -> float:
+        done = subprocess.run(
+            self._command, capture_output=True, text=True, check=False, timeout=20
+        )
+        if done.returncode != 0:
+            stop(f"bench_engine handover: exit code {done.returncode}: {done.stderr.strip()}")
+        return float(done.stdout)
+
+    @property
+    def border_ns(self) -> float | None:
+        """Between the cores' two places; None where they were in one all the time."""
+        seen = [each for of_case in self.distances.values() for each in of_case]
+        low, high = min(seen), max(seen)
+        return (low * high) ** 0.5 if high > self.MOVED * low else None
+
+    def rounds(self, kind: str, size: int, state: str) -> list[int]:
+        """Those that met a state: "near", "apart", or "" for all."""
+        border = self.border_ns
+        distances = self.distances[kind, size]
+        if border is None or not state:
+            return list(range(len(distances)))
+        return [i for i, each in enumerate(distances) if (each < border) == (state == "near")]
+
+    @property
+    def states(self) -> list[str]:
+        return [""] if self.border_ns is None else ["near", "apart"]
+
+    def describe(self, state: str) -> str:
+        seen = [
+            of_case[i]
+            for (kind, size), of_case in self.distances.items()
+            for i in self.rounds(kind, size, state)
+        ]
+        near = {"near": "near each other: ", "apart": "apart: "}.get(state, "")
+        return f"cores {near}{min(seen):.0f} to {max(seen):.0f} ns for a cache line"
 
 
 def verdict(ratio: Ratio) -> str:
@@ -103,29 +163,46 @@ def is_noisy(ratio: Ratio) -> bool:
     return ratio.high - ratio.low > NOISY * ratio.median
 
 
-def compare(engine: Program, peer: Program, kind: str) -> dict[int, dict[str, Any]]:
+def compare(
+    engine: Program, peer: Program, kind: str, rounds_of: Callable[[str, int], list[int]]
+) -> dict[int, dict[str, Any]]:
     """By size: the peer's better arm, the medians in µs, the ratios to the engine's arms."""
     rows = {}
     for size, own_times in engine.times[kind].items():
-        arm = peer.best_arm(kind, size)
-        peer_times = peer.times[kind][size][arm]
+        rounds = rounds_of(kind, size)
+        if not rounds:
+            continue
+        own = {arm: [own_times[arm][i] for i in rounds] for arm in engine.arms}
+        peers = {arm: [peer.times[kind][size][arm][i] for i in rounds] for arm in peer.arms}
+        best = min(peers, key=lambda arm: statistics.median(peers[arm]))
         rows[size] = {
-            "arm": arm,
-            "peer_us": statistics.median(peer_times),
-            "engine_us": {own: statistics.median(own_times[own]) for own in engine.arms},
-            "ratio": {own: ratio_of(peer_times, own_times[own]) for own in engine.arms},
+            "arm": best,
+            "rounds": len(rounds),
+            "peer_us": statistics.median(peers[best]),
+            "engine_us": {arm: statistics.median(times) for arm, times in own.items()},
+            "ratio": {arm: ratio_of(peers[best], times) for arm, times in own.items()},
         }
     return rows
 
 
 def show(console: Console, title: str, rows: dict[int, dict[str, Any]]) -> None:
     table = Table(title=f"{title} beside the engine; a ratio above 1: the engine is faster")
-    columns = ("bytes", "its µs", "its arm", "ordinary µs", "ratio", "symmetric µs", "ratio")
+    columns = (
+        "bytes",
+        "rounds",
+        "its µs",
+        "its arm",
+        "ordinary µs",
+        "ratio",
+        "symmetric µs",
+        "ratio",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "its arm" else "right")
     for size, row in rows.items():
         table.add_row(
             size_text(size),
+            str(row["rounds"]),
             f"{row['peer_us']:.2f}",
             row["arm"],
             *(
@@ -198,6 +275,24 @@ def sizes_of(kind: str, args: argparse.Namespace) -> list[int]:
     return sizes
 
 
+def measure_case(
+    turns: Sequence[Program], cores: Cores, kind: str, size: int, args: argparse.Namespace
+) -> None:
+    """A turn of each program, once more where the cores were moved meanwhile; at the last try the
+    round counts for where they were in between."""
+    for is_last in [False] * args.retries + [True]:
+        distances = [cores.measure_ns()]
+        times = []
+        for program in turns:
+            times.append(program.run(kind, size, args.seconds, args.timeout))
+            distances.append(cores.measure_ns())
+        if is_last or max(distances) <= Cores.MOVED * min(distances):
+            break
+    cores.distances.setdefault((kind, size), []).append(statistics.median(distances))
+    for program, of_program in zip(turns, times, strict=True):
+        program.note(kind, size, of_program)
+
+
 def number(least: float, kind: Callable[[str], float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         value = kind(text)
@@ -219,6 +314,9 @@ def main() -> None:
     parser.add_argument("-f", "--factor", type=number(2, int), default=4, help="from size to size")
     parser.add_argument("--seconds", type=number(0, float), default=0.2, help="a size and program")
     parser.add_argument("--rounds", type=number(1, int), default=7)
+    parser.add_argument(
+        "--retries", type=number(0, int), default=4, help="of a size at which the cores moved"
+    )
     parser.add_argument("--timeout", type=number(1, float), default=60, help="s, of a program")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="that install.py filled")
     parser.add_argument("--engine", type=Path, help="bench_engine; build/bench's by default")
@@ -234,6 +332,7 @@ def main() -> None:
         if not sizes_of(kind, args):
             parser.error(f"{kind} has no size of {args.smallest} to {args.largest} bytes")
     programs = make_programs(args)
+    cores = Cores(args.engine or find_engine())
     if args.json:
         try:
             require_writable(args.json)
@@ -250,27 +349,42 @@ def main() -> None:
         for index, (kind, size) in enumerate(cases):
             # There and back, so that no program always comes after the same other one.
             turns = list(programs.values())
-            for program in turns if (turn + index) % 2 == 0 else reversed(turns):
-                program.run(kind, size, args.seconds, args.timeout)
+            if (turn + index) % 2:
+                turns.reverse()
+            measure_case(turns, cores, kind, size, args)
     engine = programs.pop(ENGINE)
     results = {
-        kind: {name: compare(engine, program, kind) for name, program in programs.items()}
+        (state, kind): {
+            name: compare(engine, program, kind, partial(cores.rounds, state=state))
+            for name, program in programs.items()
+        }
+        for state in cores.states
         for kind in kinds
     }
-    for kind, peers in results.items():
+    for (state, kind), peers in results.items():
         for name, rows in peers.items():
-            show(console, f"{kind}: {programs[name].title}", rows)
+            if rows:
+                show(console, f"{kind}, {cores.describe(state)}: {programs[name].title}", rows)
     if args.rounds < 5:
         console.print("[yellow]Warning:[/] intervals of fewer than 5 rounds mean little.")
     if args.json:
         written = {
             "hardware": header,
             "engine": engine.times,
+            "core_to_core_ns": {
+                kind: {size: cores.distances[kind, size] for size in sizes_of(kind, args)}
+                for kind in kinds
+            },
             "peers": {
                 name: {
                     "version": program.title,
                     "times_us": program.times,
-                    "kinds": {kind: as_json(peers[name]) for kind, peers in results.items()},
+                    "states": {
+                        state or "all": {
+                            kind: as_json(results[state, kind][name]) for kind in kinds
+                        }
+                        for state in cores.states
+                    },
                 }
                 for name, program in programs.items()
             },

@@ -1,10 +1,12 @@
-// pydist._native.Roofline: the memory traffic of a collective without its synchronisation.
+// What a machine allows: pydist._native.Roofline, the memory traffic of a collective without its
+// synchronisation, and line_handover_ns, how far two ranks' cores are from each other.
 
 #include "collectives/roofline.h"
 
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "c10d/tensors.h"
+#include "collectives/line_handover.h"
 
 namespace pydist {
 namespace {
@@ -16,15 +18,16 @@ struct PythonRoofline {
   at::Tensor output;
 };
 
+// `name`: the function and its argument.
 std::vector<std::byte*> addresses_of(const Communicator& communicator, const at::Tensor& tensor,
                                      const char* name) {
   if (!tensor.is_contiguous()) {
-    throw InvalidUsage(join("Roofline: ", name, " must be contiguous."));
+    throw InvalidUsage(join(name, " must be contiguous."));
   }
   std::vector<std::byte*> addresses =
       communicator.symmetric_addresses(tensor.const_data_ptr(), tensor.nbytes());
   if (addresses.empty()) {
-    throw InvalidUsage(join("Roofline: ", name,
+    throw InvalidUsage(join(name,
                             " must lie in symmetric memory that all ranks of the group can address "
                             "(symmetric_empty of a native group)."));
   }
@@ -74,8 +77,8 @@ PythonRoofline make_roofline(const Communicator& communicator, KindArgument kind
   all.rank = communicator.rank();
   all.root = root;
   all.count = count_of(kind.kind, input, output, communicator.size());
-  all.inputs = addresses_of(communicator, input, "input");
-  all.outputs = addresses_of(communicator, output, "output");
+  all.inputs = addresses_of(communicator, input, "Roofline: input");
+  all.outputs = addresses_of(communicator, output, "Roofline: output");
   // In place, each rank's block lies elsewhere in the blocks of all.
   if (input.nbytes() < output.nbytes()) {
     place_blocks(all.inputs, all.outputs, communicator.rank(), input.nbytes());
@@ -83,6 +86,29 @@ PythonRoofline make_roofline(const Communicator& communicator, KindArgument kind
     place_blocks(all.outputs, all.inputs, communicator.rank(), output.nbytes());
   }
   return {Roofline(all), std::move(input), std::move(output)};
+}
+
+// Nobody waits that long for a turn, unless the other rank is gone.
+constexpr std::chrono::seconds kLongestHandover(10);
+
+double line_handover_ns(const Communicator& communicator, const at::Tensor& lines, int peer,
+                        std::uint64_t turns) {
+  const std::vector<std::byte*> addresses =
+      addresses_of(communicator, lines, "line_handover_ns: lines");
+  const auto begin = reinterpret_cast<std::uintptr_t>(addresses.front());
+  const int rank = communicator.rank();
+  if (peer < 0 || peer >= communicator.size() || peer == rank) {
+    throw InvalidUsage(join("line_handover_ns: peer is ", peer, "; another rank of ",
+                            communicator.size(), " than this one, ", rank, ", is wanted."));
+  }
+  if (lines.nbytes() < kHandoverBytes || begin % kHandoverBytes != 0) {
+    throw InvalidUsage(join("line_handover_ns: lines needs ", kHandoverBytes,
+                            " bytes or more, at a multiple of that; it has ", lines.nbytes(),
+                            " at ", begin, "."));
+  }
+  return time_line_handover(addresses[static_cast<std::size_t>(rank)],
+                            addresses[static_cast<std::size_t>(peer)], rank < peer, turns,
+                            Deadline::in(kLongestHandover));
 }
 
 }  // namespace
@@ -100,6 +126,11 @@ void bind_roofline(py::module_& module) {
           py::call_guard<ReleasedGil>(),
           "This rank's share, once. What the output holds afterwards means nothing while others "
           "are at work on it.");
+  module.def("line_handover_ns", &line_handover_ns, py::arg("communicator"), py::arg("lines"),
+             py::arg("peer"), py::arg("turns"), py::call_guard<ReleasedGil>(),
+             "Nanoseconds that a cache line takes from this rank's core to a peer's. Both call it, "
+             "at the same time, each on a core of its own. lines: symmetric, 128 bytes or more, "
+             "zeros on both. Timeout where the peer does not come within 10 s.");
 }
 
 }  // namespace pydist

@@ -24,13 +24,14 @@ from pydist.benchmarks.processes.job import count_ranks, launched_placement
 from pydist.benchmarks.processes.link_arm import sent_in_job
 from pydist.benchmarks.processes.ranks import (
     LINK,
+    ROOFLINE,
     FoundRanks,
     Ranks,
     start_mpi_ranks,
     start_torch_ranks,
 )
 from pydist.benchmarks.progress import Progress
-from pydist.benchmarks.results import BOUNDS, PROBE_BYTES, ROOFLINE, Results, rows_of
+from pydist.benchmarks.results import BOUNDS, PROBE_BYTES, Results, rows_of
 from pydist.benchmarks.sizes import parse_size, size_text, sweep
 from pydist.benchmarks.subcommand import add_ranks_argument
 from pydist.benchmarks.tuned import Tuned
@@ -249,6 +250,11 @@ class _Output:
                 f"the machine was too noisy to tell small differences at {sizes}: something else "
                 "used it, or the processor's speed changed"
             )
+        if self._results.have_cores_moved:
+            self._results.warnings.append(
+                "the machine's cores were nearer to each other at one time than at another (from "
+                "core to core, above): times of one size don't compare with those of another"
+            )
         for text in report.footer(self._results):
             print(text)
         if self._results.peers and self._cells:
@@ -294,6 +300,16 @@ def _ranks_on_hosts(own: Ranks, ranks: int) -> tuple[int, ...]:
     return (ranks,)
 
 
+def _note_state(results: Results, conductor: Conductor) -> None:
+    """Measures the state of the machine, which may change at any time."""
+    ((probe, *_),) = cases_of("all_reduce", [PROBE_BYTES], results.ranks)
+    results.state_us.append(conductor.probe(results.main, probe) * 1e6)
+    if not results.is_crowded:
+        distance_ns = conductor.distance_ns()
+        if distance_ns is not None:
+            results.core_to_core_ns.append(distance_ns)
+
+
 def _lead(request: _Request, placement: Placement | None) -> int:
     facts = machine.describe()
     with ExitStack() as stack:
@@ -317,12 +333,11 @@ def _lead(request: _Request, placement: Placement | None) -> int:
         output.begin()
         status = 0
         try:
-            ((probe, *_),) = cases_of("all_reduce", [PROBE_BYTES], request.ranks)
-            results.state_us.append(conductor.probe(request.main, probe) * 1e6)
+            _note_state(results, conductor)
             for cases in request.cases:
                 output.begin_case(cases)
                 output.add(conductor.measure(cases, output.note))
-                results.state_us.append(conductor.probe(request.main, probe) * 1e6)
+                _note_state(results, conductor)
             if request.options.verbose:
                 output.tell_tuned(request.cases, conductor.tuned(request.main))
             results.is_complete = True

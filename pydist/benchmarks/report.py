@@ -39,11 +39,9 @@ def header(results: Results) -> Iterator[str]:
     yield f"# {results.command}"
     for fact in str(results.machine).split("\n"):
         yield f"# {fact}"
-    here = results.ranks_on_hosts[0] if results.spans_hosts else results.ranks
-    crowded = here > results.machine.usable_cpus
     yield (
         f"# {results.ranks} ranks, {'pinned' if results.is_pinned else 'not pinned'}, one thread "
-        f"each{', more than there are CPUs' if crowded else ''}"
+        f"each{', more than there are CPUs' if results.is_crowded else ''}"
     )
     if results.spans_hosts:
         counts = " and ".join(map(str, results.ranks_on_hosts))
@@ -129,7 +127,11 @@ def footer(results: Results) -> Iterator[str]:
     mean = sum(bandwidths) / len(bandwidths) if bandwidths else 0.0
     yield f"# Avg bus bandwidth    : {mean:.4f}"
     if results.state_us:
-        yield f"# State of the machine  : {_state(results.state_us)}"
+        text = _over_time(results.state_us, "us")
+        yield f"# State of the machine  : an all_reduce of {size_text(PROBE_BYTES)} takes {text}"
+    if results.core_to_core_ns:
+        text = _over_time(results.core_to_core_ns, "ns")
+        yield f"# From core to core     : a cache line takes {text}"
     for row in results.rows:
         if row.low_us is not None and row.high_us is not None and row.arm == results.main:
             yield (
@@ -162,13 +164,14 @@ def tuned_lines(
         yield f"# In use, {case.collective} {size_text(case.size_bytes)}: {text}"
 
 
-def _state(times_us: Sequence[float]) -> str:
-    first, *later = (_number(each, 0) for each in times_us)
-    text = f"an all_reduce of {size_text(PROBE_BYTES)} takes {first} us before"
-    if len(times_us) > 2:
-        low, high = min(times_us[1:-1]), max(times_us[1:-1])
-        text += f", {_number(low, 0)} to {_number(high, 0)} us between"
-    return text + (f", {later[-1]} us after" if later else "")
+def _over_time(values: Sequence[float], unit: str) -> str:
+    """Measured before the first size, after each, and so after all: one value or more."""
+    first, *later = (_number(each, 0) for each in values)
+    text = f"{first} {unit} before"
+    if len(values) > 2:
+        low, high = min(values[1:-1]), max(values[1:-1])
+        text += f", {_number(low, 0)} to {_number(high, 0)} {unit} between"
+    return text + (f", {later[-1]} {unit} after" if later else "")
 
 
 def comparison_cells(series: Sequence[Series], main: str) -> dict[str, tuple[float, Ratio | None]]:

@@ -107,6 +107,8 @@ def test_the_columns_are_those_of_nccl_tests_and_a_full_disk_ends_no_measurement
     ]
     assert all(len(x) == 5 + 2 * len(columns) for x in lines)
     assert re.search(r"# State of the machine +: an all_reduce of 8 B takes .* after", done.stdout)
+    if len(os.sched_getaffinity(0)) > 1:  # each rank has a core of its own
+        assert re.search(r"# From core to core +: a cache line takes .* ns after", done.stdout)
 
 
 @pytest.mark.thorough
@@ -120,7 +122,10 @@ def test_sums_over_three_ranks_on_symmetric_memory(bench: Bench, tmp_path: Path)
     rows = rows_of(results)
     kinds = {(row["type"], row["redop"]) for row in rows if row["arm"] == "symmetric"}
     assert kinds == {(t, op) for t in ("bfloat16", "float64") for op in ("max", "mean")}
-    assert json.loads(results.read_text())["pinned"] is False
+    report = json.loads(results.read_text())
+    assert report["pinned"] is False
+    has_cores = len(os.sched_getaffinity(0)) >= 3
+    assert len(report["core_to_core_ns"]) == (1 + len(kinds) if has_cores else 0)
 
 
 @pytest.mark.thorough
@@ -134,6 +139,7 @@ def test_on_gloo_there_is_no_roofline(bench: Bench, tmp_path: Path) -> None:
     assert by_arm["pydist"]["time_us"] > 0
     assert by_arm["pydist"]["percent_of_roofline"] is None
     assert "symmetric memory" in by_arm["roofline"]["unsupported"]
+    assert json.loads(results.read_text())["core_to_core_ns"] == []
 
 
 def test_under_a_launcher_the_ranks_are_its_own(tmp_path: Path) -> None:

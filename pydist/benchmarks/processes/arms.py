@@ -25,6 +25,11 @@ from pydist.topology.placement import placement_of_job
 
 Call = Callable[[], object]
 
+# What one rank writes while another looks, and its neighbours in memory.
+_LINE_BYTES = 128
+# A few milliseconds of them at most.
+_HANDOVERS = 5000
+
 # An idle arm waits for the others: longer than any of them takes.
 _PATIENCE = timedelta(days=1)
 
@@ -188,6 +193,34 @@ class RooflineArm(SymmetricArm):
             pydist.symmetric_empty(size_bytes, dtype=torch.uint8, group=self._group).fill_(1)
             for _ in range(2)
         )
+
+    def distances_ns(self) -> list[float]:
+        """How far the host's cores are from each other. Every rank calls it.
+
+        Ranks look without sleeping, so none may share its core with another.
+
+        Returns:
+            Nanoseconds that a cache line takes from the core of the host's first rank to that of
+            each other one; on the others, to their own. Nothing on other backends than the native
+            one, whose ranks share no memory.
+        """
+        group, size = self._group, self._group.size
+        room = pydist.symmetric_empty(_LINE_BYTES * (size + 1), dtype=torch.uint8, group=group)
+        skipped = -room.data_ptr() % _LINE_BYTES  # the same on every rank
+        lines = room[skipped:][: _LINE_BYTES * size].fill_(0).view(size, _LINE_BYTES)
+        distances = []
+        for peer in range(1, size):
+            pydist.barrier(group=group)
+            if group.rank in (0, peer):
+                other = peer if group.rank == 0 else 0
+                try:
+                    distances.append(
+                        _native.line_handover_ns(group, lines[peer], other, _HANDOVERS)
+                    )
+                except InvalidUsage:  # another backend than the native one
+                    continue
+        pydist.barrier(group=group)
+        return distances
 
     def call(self, case: Case) -> Call:
         kind = "send" if case.collective == "send_recv" else case.collective

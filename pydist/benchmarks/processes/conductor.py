@@ -12,8 +12,8 @@ from typing import Any
 
 from pydist.benchmarks.collective_cases import Case
 from pydist.benchmarks.noise import Ratio, percentile, ratio_of
-from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Tell, Time
-from pydist.benchmarks.processes.ranks import Ranks
+from pydist.benchmarks.processes.rank_commands import Check, Distance, Failed, Reserve, Tell, Time
+from pydist.benchmarks.processes.ranks import ROOFLINE, Ranks
 from pydist.benchmarks.tuned import Tuned
 from pydist.errors import Error
 
@@ -135,6 +135,20 @@ class Conductor:
         one = Series(arm, case)
         self._warm_up(one)
         return self._slowest_mean(self._time(one, each=False))
+
+    def distance_ns(self) -> float | None:
+        """How far the first host's cores are from each other: nanoseconds of a cache line.
+
+        Returns:
+            Those to the farthest rank, from the first; None where nobody can tell: on other
+            backends than the native one, or with one rank on the host.
+
+        Raises:
+            Error: a rank failed.
+        """
+        answers = self._group_of[ROOFLINE].ask(Distance())
+        _require(answers, ROOFLINE)
+        return max(answers[0], default=None)
 
     def tuned(self, arm: str) -> list[list[Tuned]]:
         """What the tuner has chosen on each rank that carries an arm.

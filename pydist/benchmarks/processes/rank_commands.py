@@ -11,7 +11,7 @@ from itertools import repeat
 
 from pydist.benchmarks.collective_cases import OUT_OF_PLACE, Case
 from pydist.benchmarks.patterns import count_wrong, fill
-from pydist.benchmarks.processes.arms import Arm, Unsupported
+from pydist.benchmarks.processes.arms import Arm, RooflineArm, Unsupported
 from pydist.benchmarks.tuned import Tuned, tuned_here
 
 # In one check.
@@ -52,6 +52,12 @@ class Tell:
 
 
 @dataclass(frozen=True)
+class Distance:
+    """The answer, on rank 0: nanoseconds of a cache line from its core to that of each other rank
+    of its host. Empty where nobody can tell."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """The end. No answer."""
 
@@ -65,17 +71,19 @@ class Failed:
     is_unsupported: bool
 
 
-Command = Reserve | Check | Time | Tell | Stop
+Command = Reserve | Check | Time | Tell | Distance | Stop
 Answer = dict[str, str] | int | list[float] | list[Tuned] | Failed
 
 
-def obey(command: Reserve | Check | Time | Tell, arms: dict[str, Arm]) -> Answer:
+def obey(command: Reserve | Check | Time | Tell | Distance, arms: dict[str, Arm]) -> Answer:
     """Does what the command says, on this rank. Every rank of the arms calls it."""
     try:
         if isinstance(command, Reserve):
             return _reserve(command.size_bytes, arms)
         if isinstance(command, Tell):
             return tuned_here()
+        if isinstance(command, Distance):
+            return _distances_ns(arms)
         arm = arms[command.arm]
         call = arm.call(command.case)
         if isinstance(command, Check):
@@ -97,6 +105,11 @@ def _reserve(size_bytes: int, arms: dict[str, Arm]) -> dict[str, str]:
             arm.reserve(size_bytes)
             first[arm.memory] = arm
     return {name: arm.description for name, arm in arms.items()}
+
+
+def _distances_ns(arms: dict[str, Arm]) -> list[float]:
+    found = (arm for arm in arms.values() if isinstance(arm, RooflineArm))
+    return [ns for arm in found for ns in arm.distances_ns()]
 
 
 def _check(arm: Arm, case: Case, call: Callable[[], object]) -> int:

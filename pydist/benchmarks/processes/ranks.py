@@ -31,7 +31,8 @@ from pydist.job.meeting.local_store import serve_local_store
 from pydist.job.spawn import job_variables
 from pydist.topology.placement import placement_of_job
 
-# The arm that shows what the link between hosts allows.
+# The arms that show what memory and the link between hosts allow.
+ROOFLINE = "roofline"
 LINK = "link"
 
 _RANK_PROCESS = "pydist.benchmarks.processes.rank_process"

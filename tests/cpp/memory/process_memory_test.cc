@@ -24,9 +24,9 @@ std::uint64_t address_of(const void* place) { return reinterpret_cast<std::uintp
 const std::uint64_t mark = 0x5EED;
 
 // A child that does nothing until it is told to end.
-class Child {
+class ReadableChild {
  public:
-  Child() {
+  ReadableChild() {
     EXPECT_EQ(::pipe(pipe_), 0);
     pid_ = ::fork();
     if (pid_ == 0) {
@@ -37,9 +37,9 @@ class Child {
     }
     ::close(pipe_[0]);
   }
-  Child(const Child&) = delete;
-  Child& operator=(const Child&) = delete;
-  ~Child() {
+  ReadableChild(const ReadableChild&) = delete;
+  ReadableChild& operator=(const ReadableChild&) = delete;
+  ~ReadableChild() {
     if (pid_ > 0) {
       end();
     }
@@ -62,7 +62,7 @@ TEST(ProcessMemoryTest, ReadsWhatAnotherProcessHas) {
   for (std::size_t i = 0; i < values.size(); ++i) {
     values[i] = static_cast<int>(i);
   }
-  const Child child;
+  const ReadableChild child;
   const std::vector<int> before = values;
   values.assign(values.size(), -1);  // of this process alone
   const ProcessMemory memory = child.memory();
@@ -86,7 +86,7 @@ TEST(ProcessMemoryTest, AProcessReadsItself) {
 }
 
 TEST(ProcessMemoryTest, WhoHasEndedIsKnownToHave) {
-  Child child;
+  ReadableChild child;
   const ProcessMemory memory = child.memory();
   child.end();
   int read = 0;
@@ -96,7 +96,7 @@ TEST(ProcessMemoryTest, WhoHasEndedIsKnownToHave) {
 
 // The number may be another process's by then.
 TEST(ProcessMemoryTest, AnotherProcessIsNotTakenForIt) {
-  const Child child;
+  const ReadableChild child;
   int read = 0;
   for (const ProcessMemory& other :
        {ProcessMemory(child.pid(), address_of(&mark), mark + 1), ProcessMemory()}) {

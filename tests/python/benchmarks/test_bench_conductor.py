@@ -1,5 +1,6 @@
 """How the conductor makes series of answers, and rows of series; with ranks that are made up."""
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +11,11 @@ from pydist.benchmarks import machine
 from pydist.benchmarks.collective_cases import IN_PLACE, OUT_OF_PLACE, Case
 from pydist.benchmarks.processes.arms import Arm, Unsupported
 from pydist.benchmarks.processes.conductor import Conductor, Effort, Series
-from pydist.benchmarks.processes.rank_commands import Check, Failed, Reserve, Time, obey
+from pydist.benchmarks.processes.rank_commands import Check, Distance, Failed, Reserve, Time, obey
 from pydist.benchmarks.processes.ranks import Ranks
 from pydist.benchmarks.report import comparison_cells, footer, line
 from pydist.benchmarks.results import Results, rows_of
+from pydist.errors import Error
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -190,6 +192,27 @@ def test_the_state_of_the_machine_is_said() -> None:
     ):
         results.state_us = measured
         assert f"# State of the machine  : {words}" in list(footer(results))
+
+
+def test_how_far_cores_are_from_each_other_is_said() -> None:
+    ranks = MadeUp(["roofline"], lambda command: [[40.0, 55.0], [40.0]])
+    assert Conductor([ranks], Effort()).distance_ns() == 55
+    assert ranks.asked == [Distance()]
+    nobody_can = MadeUp(["roofline"], lambda command: [[], []])
+    assert Conductor([nobody_can], Effort()).distance_ns() is None
+    failing = MadeUp(["roofline"], lambda command: [[1.0], Failed("gone", is_unsupported=False)])
+    with pytest.raises(Error, match="rank 1: gone"):
+        Conductor([failing], Effort()).distance_ns()
+    results = Results("", machine.describe(), 2, True, {"pydist": ""}, [], [])
+    assert not results.have_cores_moved
+    assert not any("core to core" in each for each in footer(results))
+    results.core_to_core_ns = [30.0, 52.0, 49.0]
+    words = "a cache line takes 30.00 ns before, 52.00 to 52.00 ns between, 49.00 ns after"
+    assert f"# From core to core     : {words}" in list(footer(results))
+    assert not results.have_cores_moved
+    results.core_to_core_ns.append(250.0)
+    assert results.have_cores_moved
+    assert json.loads(results.as_json())["core_to_core_ns"] == [30, 52, 49, 250]
 
 
 def test_wrong_elements_are_counted_and_said() -> None:

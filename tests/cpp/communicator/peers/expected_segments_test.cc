@@ -17,6 +17,7 @@
 #include "communicator/peers/remote_rank.h"
 #include "communicator/peers/remote_ranks.h"
 #include "ranks.h"
+#include "transport/tcp/raw_peer.h"
 
 namespace pydist::testing {
 namespace {
