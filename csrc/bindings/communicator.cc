@@ -66,8 +66,11 @@ py::object launch(Communicator& communicator, OpKind kind, const Options& option
     fill(operation, tensors);
     tensors.attach_to(operation);
     if (options.async_op) {
-      auto held = std::make_shared<DenseTensors>(std::move(tensors));
-      work = with_tensors(communicator.submit(std::move(operation)), std::move(held));
+      work = communicator.submit(std::move(operation));
+      // Where a short message is over already, nothing is to be held or written back.
+      if (tensors.is_on_device() || tensors.has_unfinished() || !work->is_completed()) {
+        work = with_tensors(std::move(work), std::make_shared<DenseTensors>(std::move(tensors)));
+      }
     } else {
       source = communicator.run(std::move(operation));
       tensors.finish_outputs();

@@ -16,6 +16,10 @@ struct PythonWork {
 
 void wait(const PythonWork& self, std::optional<double> timeout) {
   const std::optional<Deadline> deadline = deadline_in(timeout);
+  if (self.results.empty() && self.work->is_completed()) {
+    self.work->wait();  // only throws its error
+    return;
+  }
   const ReleasedGil released;
   if (deadline) {
     self.work->wait(*deadline);

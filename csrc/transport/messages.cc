@@ -11,13 +11,6 @@
 namespace pydist {
 namespace {
 
-// The longest message that is read out of its sender's process. A longer one goes through the lane:
-// its sender copies one piece in while its receiver copies another one out, which is quicker than
-// if the receiver does all of it. Where both ranks send, the lane would cost each of them two
-// copies; reading is quicker there up to a length at which it makes no difference any more.
-constexpr std::size_t kMostRead = std::size_t{512} << 10;
-constexpr std::size_t kMostReadByBoth = std::size_t{32} << 20;
-
 [[noreturn]] void throw_damaged(int peer, const std::string& what) {
   throw Error(ErrorKind::kError,
               join("Rank ", peer, " ", what,
@@ -29,13 +22,14 @@ constexpr std::size_t kMostReadByBoth = std::size_t{32} << 20;
 }  // namespace
 
 Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
-                   MessageCarrier* carrier, ReadProcess read_process)
+                   MessageCarrier* carrier, ReadProcess read_process, MessageWays ways)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
       doorbells_(std::move(doorbells)),
       carrier_(carrier),
-      read_process_(std::move(read_process)) {
+      read_process_(std::move(read_process)),
+      ways_(std::move(ways)) {
   for (int peer = 0; peer < size; ++peer) {
     Outgoing& out = outgoing_.emplace_back();
     Incoming& in = incoming_.emplace_back();
@@ -331,13 +325,24 @@ bool Messages::may_grant(int peer) const noexcept {
                                             kLaneDepth;
 }
 
-bool Messages::take(int peer, const Receive& receive) {
+bool Messages::take(int peer, Receive& receive, bool is_alone) {
+  if (receive.address == 0 || read_process_ == nullptr || carrier_to(peer) != nullptr) {
+    return false;
+  }
   const Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
   const bool do_both_send = !out.announced.empty() || !out.granted.empty();
-  return receive.address != 0 && read_process_ != nullptr && carrier_to(peer) == nullptr &&
-         receive.buffer.bytes() <= (do_both_send ? kMostReadByBoth : kMostRead) &&
-         read_process_(peer, receive.address,
-                       {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()});
+  receive.way = ways_.choose(receive.buffer.bytes(), do_both_send, is_alone);
+  if (!receive.way.is_read()) {
+    return false;
+  }
+  const bool is_taken =
+      read_process_(peer, receive.address,
+                    {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()});
+  if (is_taken) {
+    MessageWays::note(receive.way);
+  }
+  receive.way = {};
+  return is_taken;
 }
 
 bool Messages::grant(int peer, Incoming& lane) {
@@ -345,7 +350,7 @@ bool Messages::grant(int peer, Incoming& lane) {
   bool moved = false;
   while (lane.granted < std::min(lane.matched.size(), kLaneDepth) && may_grant(peer)) {
     const auto receive = lane.matched.begin() + static_cast<std::ptrdiff_t>(lane.granted);
-    const bool is_taken = take(peer, *receive);
+    const bool is_taken = take(peer, *receive, lane.matched.size() == 1);
     const std::uint64_t ticket = counters.granted.load(std::memory_order_relaxed);
     segment_.rings(peer, rank_).grants[ticket % kLaneDepth] =
         receive->number | (is_taken ? kTaken : 0);
@@ -383,6 +388,7 @@ bool Messages::move_in(int peer, Incoming& lane) {
     receive.moved_bytes += bytes;
     moved = true;
     if (receive.moved_bytes == receive.buffer.bytes()) {
+      MessageWays::note(receive.way);
       OnDone on_done = std::move(receive.on_done);
       lane.matched.pop_front();
       --lane.granted;

@@ -20,6 +20,7 @@
 #include "health/doorbell.h"
 #include "transport/channel.h"
 #include "transport/lane_segment.h"
+#include "transport/message_ways.h"
 
 namespace pydist {
 
@@ -55,9 +56,10 @@ class Messages {
   using OnDone = std::function<void(int peer)>;
 
   // `carrier`: null where all ranks are on one host. `read_process`: null where not all may read
-  // the memory of all.
+  // the memory of all. `ways`: which messages are read so.
   Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
-           MessageCarrier* carrier = nullptr, ReadProcess read_process = nullptr);
+           MessageCarrier* carrier = nullptr, ReadProcess read_process = nullptr,
+           MessageWays ways = MessageWays(TuningRhythm()));
 
   // Starts a message. The buffer stays untouched until it is done. Nothing moves before advance().
   void send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
@@ -95,6 +97,7 @@ class Messages {
     OnDone on_done;
     std::uint64_t number = 0;
     std::uint64_t address = 0;  // as Announcement::address
+    MessageWays::Way way = {};  // from its grant on
     std::size_t moved_bytes = 0;
   };
   // An announcement that has been heard, and the data that rides along with it.
@@ -145,8 +148,9 @@ class Messages {
   // Whether there is room for one more grant.
   [[nodiscard]] bool may_grant(int peer) const noexcept;
   bool grant(int peer, Incoming& lane);
-  // Reads a message out of its sender's process, if that can be done.
-  [[nodiscard]] bool take(int peer, const Receive& receive);
+  // Chooses the way of a message, and reads it out of its sender's process if it comes that way.
+  // `is_alone`: as MessageWays::choose().
+  [[nodiscard]] bool take(int peer, Receive& receive, bool is_alone);
   bool move_in(int peer, Incoming& lane);
   void finish(OnDone& on_done, int peer);
 
@@ -156,6 +160,7 @@ class Messages {
   std::vector<Doorbell*> doorbells_;
   MessageCarrier* carrier_;
   ReadProcess read_process_;
+  MessageWays ways_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
   std::list<Receive> unmatched_;      // in the order of posting

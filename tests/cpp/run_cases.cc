@@ -98,30 +98,24 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   environment.algorithm = algorithm;
   environment.chunk_bytes = chunk_bytes;
   environment.one_shot_bytes = one_shot_bytes;
-  // Two ranks read each other's ordinary memory where they may, and else move it in pieces.
-  const bool has_both =
-      size == 2 && (placement == Placement::kOrdinary || placement == Placement::kMixed);
-  for (const bool single_copy : has_both ? std::vector{true, false} : std::vector{true}) {
-    environment.single_copy = single_copy;
-    run_ranks(
-        size,
-        [&](RankOfTest& self) {
-          const HeapOfCases heap(self, placement);
-          CaseBuffers buffers(heap.bytes());
-          for (const PreparedCase& each : prepared) {
-            Operation operation = buffers.lay_out(each, self.rank, placement);
-            if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
-              self.communicator->submit(std::move(operation))->wait();
-            } else {
-              self.communicator->run(std::move(operation));
-            }
-            const std::string wrong = buffers.check();
-            ASSERT_TRUE(wrong.empty()) << "rank " << self.rank << ", " << each.what.to_string()
-                                       << ", chunks of " << chunk_bytes << " bytes: " << wrong;
+  run_ranks(
+      size,
+      [&](RankOfTest& self) {
+        const HeapOfCases heap(self, placement);
+        CaseBuffers buffers(heap.bytes());
+        for (const PreparedCase& each : prepared) {
+          Operation operation = buffers.lay_out(each, self.rank, placement);
+          if (mix(each.what.seed + static_cast<std::uint64_t>(self.rank)) % 4 == 0) {
+            self.communicator->submit(std::move(operation))->wait();
+          } else {
+            self.communicator->run(std::move(operation));
           }
-        },
-        environment, hosts);
-  }
+          const std::string wrong = buffers.check();
+          ASSERT_TRUE(wrong.empty()) << "rank " << self.rank << ", " << each.what.to_string()
+                                     << ", chunks of " << chunk_bytes << " bytes: " << wrong;
+        }
+      },
+      environment, hosts);
 }
 
 }  // namespace pydist::testing

@@ -61,8 +61,7 @@ bool is_quicker_staged(const Group& group, const Call& call, std::size_t bytes) 
 
 // How this rank gives data that no heap holds: ahead, in pieces, or by letting others read it.
 Offer way_of_ordinary(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  const Offer way = usual_way(call.kind, group.size(), bytes, limit_of(group, call.kind),
-                              group.reads_processes());
+  const Offer way = usually_goes_ahead(group, call, bytes) ? Offer::kEager : Offer::kInPieces;
   const Tuning* const tuning = group.tuning();
   return tuning == nullptr ? way : tuning->agreed_way(call, bytes, way);
 }
@@ -157,22 +156,6 @@ std::size_t one_shot_limit(OpKind kind, int size, std::size_t chunk_bytes,
   return std::min(pinned.value_or(usual), chunk_bytes);
 }
 
-Offer usual_way(OpKind kind, int ranks, std::size_t bytes, std::size_t limit,
-                bool reads_processes) noexcept {
-  if (bytes <= limit) {
-    return Offer::kEager;
-  }
-  // Measured with bench/engine at p=2 on two cores: what the cores' caches do not hold, the kernel
-  // copies more slowly than two ranks do through transit; where one rank sends alone or receives
-  // alone, it is alone with the copy. See decision 12.
-  const bool all_send_and_receive = kind == OpKind::kAllGather || kind == OpKind::kAllToAll;
-  const std::size_t most = std::size_t{all_send_and_receive ? 4U : 1U} << 20;
-  const std::size_t block = is_personal(kind) ? bytes / static_cast<std::size_t>(ranks) : bytes;
-  return reads_processes && has_single_copy(kind) && ranks == 2 && block <= most
-             ? Offer::kInItsProcess
-             : Offer::kInPieces;
-}
-
 std::size_t contributed_bytes(const Group& group, const Call& call) noexcept {
   if (group.size() == 1) {
     return 0;
@@ -239,9 +222,6 @@ Offer offered_route(const Group& group, const Call& call) noexcept {
 }
 
 bool is_waited_for(const Group& group, const Call& call) noexcept {
-  if (is_one_to_all(call.kind)) {
-    return group.posted_by_all().holds();
-  }
   return call.kind != OpKind::kGather || group.posted_by(call.root).holds();
 }
 

@@ -25,16 +25,12 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCo
   return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
 }
 
-// Whether others may read this rank's data through the kernel. What is reduced would have to be
-// copied first.
+// Whether others may read this rank's data through the kernel, where the tuner finds it quicker.
+// What is reduced would have to be copied first; and a root that waits for nobody can't tell what
+// is quicker for the others.
 [[nodiscard]] constexpr bool has_single_copy(OpKind kind) noexcept {
-  return !has_op(kind) && !is_point_to_point(kind);
+  return !has_op(kind) && !is_point_to_point(kind) && !is_one_to_all(kind);
 }
-
-// How a rank gives `bytes` of contributed_blocks() that no heap holds, without a tuner: kEager,
-// kInPieces or kInItsProcess. `limit`: one_shot_limit().
-[[nodiscard]] Offer usual_way(OpKind kind, int ranks, std::size_t bytes, std::size_t limit,
-                              bool reads_processes) noexcept;
 
 // The blocks that other ranks need of this one; none where nobody needs anything.
 [[nodiscard]] Blocks contributed_blocks(const Group& group, const Call& call) noexcept;
@@ -50,9 +46,9 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCo
 // The same in a group that spans hosts: inline, eager, on the heap of the host, or in pieces.
 [[nodiscard]] Offer offered_to_hosts(const Group& group, const Call& call) noexcept;
 
-// Whether those who would read this rank's memory are there already, where it only sends: through
-// transit it could go on before they come, so it must not have to wait for them. Of a rank that
-// receives as well, which waits for the others in any case, true.
+// Whether the root of a gather, which would read this rank's memory, is there already: through
+// transit a rank could go on before that comes, so it must not have to wait for it. In the other
+// kinds, in which a rank waits for the others in any case, true.
 [[nodiscard]] bool is_waited_for(const Group& group, const Call& call) noexcept;
 
 // Whether the kernel lets others read what this rank contributes: it may be memory of a device. One

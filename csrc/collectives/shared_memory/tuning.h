@@ -31,11 +31,11 @@
 
 #include "collectives/call.h"
 #include "collectives/group_segment.h"
-#include "collectives/shared_memory/candidate_chooser.h"
 #include "collectives/shared_memory/route.h"
 #include "collectives/shared_memory/tuning_candidates.h"
 #include "collectives/shared_memory/tuning_table.h"
 #include "collectives/wire.h"
+#include "tuning/candidate_chooser.h"
 
 namespace pydist {
 

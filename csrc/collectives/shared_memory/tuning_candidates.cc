@@ -95,15 +95,9 @@ std::vector<Choice> candidates_for(const TuningKey& key, const TuningLimits& lim
       choices.push_back({piece, hint});
     }
   }
-  // Where one shot alone is open, a root sends before anybody could tell what that takes.
   if (limits.reads_processes && key.memory == TunedMemory::kOrdinary && has_single_copy(key.kind) &&
       pieces != std::vector<std::uint32_t>{0}) {
-    const bool is_usual =
-        usual_way(key.kind, key.ranks, top,
-                  one_shot_limit(key.kind, key.ranks, limits.chunk_bytes, limits.one_shot_bytes),
-                  /*reads_processes=*/true) == Offer::kInItsProcess;
-    choices.insert(is_usual ? choices.begin() : choices.end(),
-                   {.piece_bytes = 0, .streams = streams, .single_copy = true});
+    choices.push_back({.piece_bytes = 0, .streams = streams, .single_copy = true});
   }
   return choices;
 }

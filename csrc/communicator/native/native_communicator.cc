@@ -110,7 +110,10 @@ class NativeCommunicator final : public Communicator,
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
         Messages(rank, size, std::move(membership.message_segment), doorbells, remote_.get(),
-                 process_reads({engine_, &engine_->group})));
+                 process_reads({engine_, &engine_->group}),
+                 MessageWays(options_.environment.tuning == TuningChoice::kOff
+                                 ? std::nullopt
+                                 : std::optional(options_.tuning))));
   }
 
   ~NativeCommunicator() override { shutdown(); }

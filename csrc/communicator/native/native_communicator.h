@@ -8,12 +8,12 @@
 #include <string>
 
 #include "base/env.h"
-#include "collectives/shared_memory/candidate_chooser.h"
 #include "communicator/communicator.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
 #include "topology/key_value_store.h"
 #include "topology/rendezvous.h"
+#include "tuning/candidate_chooser.h"
 
 namespace pydist {
 
@@ -34,7 +34,7 @@ struct NativeOptions {
   std::optional<std::string> address = std::nullopt;
   // By rank, what is known of them before they meet; empty: nothing.
   KnownProcesses processes = {};
-  // When collectives are timed; tests take another one.
+  // When operations are timed; tests take another one.
   TuningRhythm tuning = {};
   // For operations, and for the meeting of the ranks; tests take less.
   std::chrono::milliseconds long_wait = kLongWait;

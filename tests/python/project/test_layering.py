@@ -19,6 +19,7 @@ CPP_LAYERS = (
     "topology",
     "memory",
     "health",
+    "tuning",
     "transport",
     "collectives",
     "communicator",

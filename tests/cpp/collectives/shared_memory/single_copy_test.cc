@@ -64,111 +64,91 @@ TEST(SingleCopyTest, UsesNoTransit) {
   gathered.expect_right();
 }
 
-// Three ranks with one value each, a root's for all.
-struct Rooted {
+// Three ranks with one value each for rank 1.
+struct ToRoot {
   std::vector<std::vector<int>> values;
-  std::vector<int> all = std::vector<int>(3 * kCount, -1);
+  std::vector<int> all = std::vector<int>(kRanksThatShare * kCount, -1);
   SharedOperations operations;
 
   static constexpr std::size_t kCount = 30'000;
   static constexpr int kRoot = 1;
 
-  explicit Rooted(OpKind kind) {
+  ToRoot() {
     for (int rank = 0; rank < kRanksThatShare; ++rank) {
       values.emplace_back(kCount, rank);
     }
     for (int rank = 0; rank < kRanksThatShare; ++rank) {
       Operation& operation = operations[static_cast<std::size_t>(rank)];
-      const Buffer own{values[static_cast<std::size_t>(rank)].data(), kCount, DType::kInt32};
-      const Buffer whole{all.data(), all.size(), DType::kInt32};
-      operation.kind = kind;
+      operation.kind = OpKind::kGather;
       operation.peer = kRoot;
-      if (kind == OpKind::kGather) {
-        operation.inputs = {own};
-        if (rank == kRoot) {
-          operation.outputs = {whole};
-        }
-      } else if (kind == OpKind::kBroadcast) {
-        (rank == kRoot ? operation.inputs : operation.outputs) = {own};
-      } else {
-        operation.outputs = {own};
-        if (rank == kRoot) {
-          operation.inputs = {whole};
-        }
-      }
-    }
-    if (kind == OpKind::kScatter) {
-      for (std::size_t i = 0; i < all.size(); ++i) {
-        all[i] = static_cast<int>(i / kCount) + 10;
+      operation.inputs = {
+          Buffer{values[static_cast<std::size_t>(rank)].data(), kCount, DType::kInt32}};
+      if (rank == kRoot) {
+        operation.outputs = {Buffer{all.data(), all.size(), DType::kInt32}};
       }
     }
   }
-  void expect_right(OpKind kind) const {
-    for (std::size_t i = 0; i < 3 * kCount; ++i) {
-      const int block = static_cast<int>(i / kCount);
-      const int got = values[static_cast<std::size_t>(block)][i % kCount];
-      ASSERT_EQ(kind == OpKind::kGather ? all[i] : got, kind == OpKind::kGather      ? block
-                                                        : kind == OpKind::kBroadcast ? kRoot
-                                                                                     : block + 10)
-          << i;
+  void expect_right() const {
+    std::vector<int> expected;
+    for (const std::vector<int>& each : values) {
+      expected.insert(expected.end(), each.begin(), each.end());
     }
+    EXPECT_EQ(all, expected);
   }
 };
 
-class SingleCopyOfARoot : public ::testing::TestWithParam<OpKind> {};
-INSTANTIATE_TEST_SUITE_P(Kinds, SingleCopyOfARoot,
-                         ::testing::Values(OpKind::kBroadcast, OpKind::kScatter, OpKind::kGather),
-                         [](const auto& info) { return std::string(to_string(info.param)); });
-
-TEST_P(SingleCopyOfARoot, UsesNoTransitWhereTheReadersWait) {
+TEST(SingleCopyTest, AGatherUsesNoTransitWhereItsRootIsThere) {
   SharingRanks ranks(kAllReadable);
-  Rooted rooted(GetParam());
-  ranks.choose_single_copies(rooted.operations);
+  ToRoot gathered;
+  ranks.choose_single_copies(gathered.operations);
   const std::size_t before = ranks.segment_bytes();
-  ranks.begin(rooted.operations);
-  const std::vector<int> order =
-      GetParam() == OpKind::kGather ? std::vector<int>{1, 0, 2} : std::vector<int>{0, 2, 1};
+  ranks.begin(gathered.operations);
   for (int turn = 0; turn < 100; ++turn) {
-    for (const int rank : order) {
+    for (const int rank : {1, 0, 2}) {
       ranks.step(rank);
     }
   }
   EXPECT_TRUE(ranks.is_done(0) && ranks.is_done(1) && ranks.is_done(2));
-  EXPECT_EQ(route_of(ranks, rooted.operations), Route::kSingleCopy);
+  EXPECT_EQ(route_of(ranks, gathered.operations), Route::kSingleCopy);
   EXPECT_EQ(ranks.segment_bytes(), before);
-  rooted.expect_right(GetParam());
+  gathered.expect_right();
 }
 
-// As without single copies: whoever only sends goes on before the others come.
-TEST_P(SingleCopyOfARoot, NobodyWaitsForReadersWhoAreLate) {
+// As without single copies: whoever only sends goes on before the root reads.
+TEST(SingleCopyTest, NobodyWaitsForARootThatIsLate) {
   SharingRanks ranks(kAllReadable);
-  Rooted rooted(GetParam());
-  ranks.choose_single_copies(rooted.operations);
-  ranks.begin(rooted.operations);
-  const int sender = GetParam() == OpKind::kGather ? 0 : Rooted::kRoot;
+  ToRoot gathered;
+  ranks.choose_single_copies(gathered.operations);
+  ranks.begin(gathered.operations);
   for (int turn = 0; turn < 100; ++turn) {
-    ranks.step(sender);
-    if (GetParam() == OpKind::kGather) {
-      ranks.step(2);  // the other sender, for whose post each waits
-    }
+    ranks.step(0);
+    ranks.step(2);
   }
-  if (GetParam() == OpKind::kGather) {
-    // Whether its root agrees is all that a sender waits for.
-    EXPECT_FALSE(ranks.is_done(sender));
-    ranks.step(Rooted::kRoot);
-    for (int turn = 0; turn < 100; ++turn) {
-      ranks.step(0);
-      ranks.step(2);
-    }
+  // Whether the root agrees is all that a sender waits for.
+  EXPECT_FALSE(ranks.is_done(0));
+  ranks.step(ToRoot::kRoot);
+  for (int turn = 0; turn < 100; ++turn) {
+    ranks.step(0);
+    ranks.step(2);
   }
-  EXPECT_TRUE(ranks.is_done(sender));
+  EXPECT_TRUE(ranks.is_done(0));
   for (int turn = 0; turn < 100; ++turn) {
     for (const int rank : {0, 1, 2}) {
       ranks.step(rank);
     }
   }
-  EXPECT_EQ(route_of(ranks, rooted.operations), Route::kPipelined);
-  rooted.expect_right(GetParam());
+  EXPECT_EQ(route_of(ranks, gathered.operations), Route::kPipelined);
+  gathered.expect_right();
+}
+
+// A root goes on before the others come, so nobody asks it to stay.
+TEST(SingleCopyTest, ARootThatSendsIsNotRead) {
+  for (const OpKind kind : {OpKind::kBroadcast, OpKind::kScatter, OpKind::kAllReduce}) {
+    EXPECT_FALSE(has_single_copy(kind)) << to_string(kind);
+  }
+  for (const OpKind kind : {OpKind::kAllGather, OpKind::kAllToAll, OpKind::kGather}) {
+    EXPECT_TRUE(has_single_copy(kind)) << to_string(kind);
+  }
 }
 
 // What a device maps, say. The others do not know, so all go another way.

@@ -1,4 +1,4 @@
-#include "collectives/shared_memory/candidate_chooser.h"
+#include "tuning/candidate_chooser.h"
 
 #include <gtest/gtest.h>
 
