@@ -47,14 +47,17 @@ constexpr std::array kVariables = {
     EnvironmentVariable{"PYDIST_SPIN_US", "microseconds, 0 or more", "",
                         "How long a waiter spins before it sleeps. Unset: 50 where every local "
                         "rank has a core of its own, otherwise 0."},
-    EnvironmentVariable{"PYDIST_TUNING", "on | uncached | off", "on",
-                        "Whether collectives between the ranks of a host are timed, to move data "
-                        "in the way that is fastest here, and begin with what earlier jobs found; "
-                        "uncached begins with nothing and keeps nothing. The same on every rank."},
+    EnvironmentVariable{
+        "PYDIST_TUNING", "on | uncached | off", "on",
+        "Whether collectives and messages between the ranks of a host are timed, to "
+        "move data in the way that is fastest here; collectives begin with what "
+        "earlier jobs found; uncached begins with nothing and keeps nothing. The "
+        "same on every rank."},
     EnvironmentVariable{"PYDIST_SINGLE_COPY", "on | off", "on",
-                        "Whether ranks of a host read each other's ordinary tensors through the "
-                        "kernel, where it lets all of them, in messages and in collectives that "
-                        "only copy. Off on one rank is off on all."},
+                        "Whether ranks of a host may read each other's ordinary tensors through "
+                        "the kernel, in messages and in collectives that only copy: where it lets "
+                        "all of them, and PYDIST_TUNING finds it quicker. Off on one rank is off "
+                        "on all."},
     EnvironmentVariable{"PYDIST_CHUNK_BYTES", "4096 to 16777216", "524288",
                         "Bytes that a rank stages at a time for tensors outside the symmetric "
                         "heap, and sends at a time to another host, there no more than 524288. The "

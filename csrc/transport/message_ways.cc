@@ -26,20 +26,20 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, bool do_both_send, bool 
   if (!rhythm_) {
     return way;
   }
-  const auto place = static_cast<std::size_t>(length);
-  std::optional<CandidateChooser>& chooser = choosers_[do_both_send ? 1 : 0][place];
-  if (!chooser) {
-    chooser.emplace(/*count=*/2, usually_reads_ ? kRead : kLane, length <= kLongestWarmedClass,
-                    /*seed=*/place, *rhythm_);
-  }
+  CandidateChooser& chooser =
+      choosers_
+          .try_emplace({do_both_send, length}, /*count=*/2, usually_reads_ ? kRead : kLane,
+                       /*warms_up=*/length <= kLongestWarmedClass,
+                       /*seed=*/static_cast<std::uint64_t>(length), *rhythm_)
+          .first->second;
   if (!is_alone) {
-    way.is_read_ = chooser->current() == kRead;
+    way.is_read_ = chooser.current() == kRead;
     return way;
   }
-  const CandidateChooser::Plan plan = chooser->next();
+  const CandidateChooser::Plan plan = chooser.next();
   way.is_read_ = plan.candidate == kRead;
   if (plan.is_timed) {
-    way.chooser_ = &*chooser;
+    way.chooser_ = &chooser;
     way.begin_ = Deadline::Clock::now();
   }
   return way;

@@ -10,9 +10,10 @@
 
 #pragma once
 
-#include <array>
 #include <cstddef>
+#include <map>
 #include <optional>
+#include <utility>
 
 #include "base/deadline.h"
 #include "tuning/candidate_chooser.h"
@@ -50,8 +51,8 @@ class MessageWays {
 
   const std::optional<TuningRhythm> rhythm_;
   const bool usually_reads_;
-  // By whether both send, and by the bits of the length.
-  std::array<std::array<std::optional<CandidateChooser>, kLongestClass + 1>, 2> choosers_;
+  // By whether both send, and by the bits of the length. They stay where they are.
+  std::map<std::pair<bool, int>, CandidateChooser> choosers_;
 };
 
 }  // namespace pydist

@@ -110,10 +110,7 @@ class NativeCommunicator final : public Communicator,
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
         Messages(rank, size, std::move(membership.message_segment), doorbells, remote_.get(),
-                 process_reads({engine_, &engine_->group}),
-                 MessageWays(options_.environment.tuning == TuningChoice::kOff
-                                 ? std::nullopt
-                                 : std::optional(options_.tuning))));
+                 process_reads({engine_, &engine_->group}), MessageWays(options_.rhythm())));
   }
 
   ~NativeCommunicator() override { shutdown(); }
@@ -415,10 +412,10 @@ class NativeCommunicator final : public Communicator,
   // Null where nothing is tuned: ranks on other hosts see no post of this one's in time.
   [[nodiscard]] std::unique_ptr<Tuning> make_tuning(std::size_t chunk_bytes,
                                                     bool reads_processes) const {
-    const Environment& environment = options_.environment;
-    if (size_ == 1 || remote_ || environment.tuning == TuningChoice::kOff) {
+    if (size_ == 1 || remote_ || !options_.rhythm()) {
       return nullptr;
     }
+    const Environment& environment = options_.environment;
     return std::make_unique<Tuning>(rank_, size_,
                                     TuningLimits{chunk_bytes, environment.pins_chunk,
                                                  environment.one_shot_bytes, reads_processes},

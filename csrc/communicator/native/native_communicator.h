@@ -34,10 +34,15 @@ struct NativeOptions {
   std::optional<std::string> address = std::nullopt;
   // By rank, what is known of them before they meet; empty: nothing.
   KnownProcesses processes = {};
-  // When operations are timed; tests take another one.
+  // When operations are timed, where PYDIST_TUNING has it so; tests take another one.
   TuningRhythm tuning = {};
   // For operations, and for the meeting of the ranks; tests take less.
   std::chrono::milliseconds long_wait = kLongWait;
+
+  // Nothing where none is timed.
+  [[nodiscard]] std::optional<TuningRhythm> rhythm() const {
+    return environment.tuning == TuningChoice::kOff ? std::nullopt : std::optional(tuning);
+  }
 };
 
 // Joins a group of `size` ranks over `store`, as `rank`. Collective over the group. The store must

@@ -286,7 +286,8 @@ def test_what_the_user_says_is_what_there_is(monkeypatch: pytest.MonkeyPatch) ->
     assert ways(64 << 20) == in_pieces
     single = (0, True, True)
     assert ways(64 << 20, "all_gather") == [*in_pieces, single]
-    assert ways(128 * kib, "broadcast")[0] == (0, False, True)
+    assert ways(128 * kib, "all_gather")[0] == (128 * kib, False, False)
+    assert single not in ways(64 << 20, "broadcast")
     monkeypatch.setenv("PYDIST_SINGLE_COPY", "off")
     assert ways(64 << 20, "all_gather") == in_pieces
     monkeypatch.setenv("PYDIST_ONE_SHOT_BYTES", "65536")

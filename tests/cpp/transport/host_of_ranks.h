@@ -1,0 +1,99 @@
+// The ranks of one host as threads, each with the messages of its own.
+
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "threads_as_ranks.h"
+#include "transport/messages.h"
+
+namespace pydist::testing {
+
+class HostOfRanks {
+ public:
+  explicit HostOfRanks(int size)
+      : size_(size),
+        memory_(
+            SharedSegment::create("messages", LaneSegment::bytes(LaneTable(size), kMessageLanes)),
+            LaneTable(size), kMessageLanes),
+        bells_(std::make_unique<Doorbell[]>(static_cast<std::size_t>(size))) {
+    for (int rank = 0; rank < size; ++rank) {
+      memory_.reserve_counters(rank);
+    }
+  }
+
+  [[nodiscard]] int size() const { return size_; }
+
+  // As a rule what may be read is read.
+  [[nodiscard]] Messages join(int rank, ReadProcess read_process = nullptr,
+                              MessageWays ways = MessageWays(std::nullopt,
+                                                             /*usually_reads=*/true)) {
+    std::vector<Doorbell*> bells;
+    for (int peer = 0; peer < size_; ++peer) {
+      bells.push_back(&bell(peer));
+    }
+    return Messages(rank, size_, memory_, bells, /*carrier=*/nullptr, std::move(read_process),
+                    std::move(ways));
+  }
+
+  // Elements that ride along with an announcement.
+  [[nodiscard]] std::size_t most_riding() const {
+    return memory_.most_riding_bytes(0, 1) / sizeof(std::uint32_t);
+  }
+
+  // Runs the ranks on threads, each with its Messages.
+  void run(const std::function<void(int, Messages&)>& body) {
+    run_ranks(size_, [&](int rank) {
+      Messages messages = join(rank);
+      body(rank, messages);
+    });
+  }
+
+  // Moves `messages` along until nothing is under way, asleep while nothing can be done.
+  void drain(int rank, Messages& messages) {
+    const Deadline deadline = Deadline::in(std::chrono::seconds(50));
+    while (!messages.is_idle()) {
+      if (messages.advance()) {
+        continue;
+      }
+      Sleeper sleeper(bell(rank));
+      if (!messages.advance()) {
+        // Longer than the test may take: a bell that is not rung fails it.
+        sleeper.sleep(std::chrono::seconds(55));
+      }
+      ASSERT_FALSE(deadline.has_passed()) << "rank " << rank << " has messages under way";
+    }
+  }
+
+ private:
+  [[nodiscard]] Doorbell& bell(int rank) { return bells_[static_cast<std::size_t>(rank)]; }
+
+  int size_;
+  LaneSegment memory_;
+  std::unique_ptr<Doorbell[]> bells_;
+};
+
+inline Buffer buffer(std::vector<std::uint32_t>& values) {
+  return {values.data(), values.size(), DType::kUInt32, {}};
+}
+
+inline std::vector<std::uint32_t> text(std::size_t count, std::uint32_t seed) {
+  std::vector<std::uint32_t> values(count);
+  std::iota(values.begin(), values.end(), seed * 1'000'003u);
+  return values;
+}
+
+inline void ignore(int) {}
+
+}  // namespace pydist::testing

@@ -1,0 +1,153 @@
+// Messages that their receivers read out of the senders' process, which is one process here.
+
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "transport/host_of_ranks.h"
+#include "transport/message_ways.h"
+#include "transport/messages.h"
+
+namespace pydist::testing {
+namespace {
+
+// Reads as the threads of one process do.
+struct Reader {
+  bool refuses = false;
+  int reads = 0;
+
+  [[nodiscard]] ReadProcess function() {
+    return [this](int /*peer*/, std::uint64_t address, std::span<std::byte> target) {
+      ++reads;
+      if (!refuses) {
+        std::memcpy(target.data(), reinterpret_cast<const void*>(address), target.size());
+      }
+      return !refuses;
+    };
+  }
+};
+
+void advance_both(Messages& one, Messages& other) {
+  while (one.advance() || other.advance()) {
+  }
+}
+
+TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
+  for (const bool refuses : {false, true}) {
+    HostOfRanks host(2);
+    Reader reader{.refuses = refuses};
+    Messages sender = host.join(0, reader.function());
+    Messages receiver = host.join(1, reader.function());
+    std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    int done = 0;
+    sender.send(1, 3, buffer(sent), [&](int) { ++done; });
+    advance_both(sender, receiver);
+    EXPECT_EQ(done, 0) << "nobody has asked for it";
+    receiver.receive(0, 3, buffer(got), [&](int) { ++done; });
+    advance_both(sender, receiver);
+    EXPECT_EQ(done, 2);
+    EXPECT_EQ(got, sent);
+    EXPECT_EQ(reader.reads, 1);
+  }
+}
+
+// In turns, as the tuner has them; both directions at once.
+TEST(MessagesReadTest, BothWaysAreTried) {
+  constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 1, .always_tries = true};
+  constexpr int kTimes = 20;
+  HostOfRanks host(2);
+  Reader reader;
+  Messages one = host.join(0, reader.function(), MessageWays(kRestless));
+  Messages other = host.join(1, reader.function(), MessageWays(kRestless));
+  for (const std::size_t count : {host.most_riding() + 1, std::size_t{700'000}}) {
+    reader.reads = 0;
+    for (std::uint32_t time = 0; time < kTimes; ++time) {
+      std::vector<std::uint32_t> sent = text(count, 2 * time);
+      std::vector<std::uint32_t> answer = text(count, 2 * time + 1);
+      std::vector<std::uint32_t> got(count, 0);
+      std::vector<std::uint32_t> got_back(count, 0);
+      one.send(1, 0, buffer(sent), ignore);
+      one.receive(1, 0, buffer(got_back), ignore);
+      other.send(0, 0, buffer(answer), ignore);
+      other.receive(0, 0, buffer(got), ignore);
+      advance_both(one, other);
+      ASSERT_EQ(got, sent);
+      ASSERT_EQ(got_back, answer);
+      ASSERT_TRUE(one.is_idle() && other.is_idle());
+    }
+    EXPECT_GT(reader.reads, 0) << count;
+    EXPECT_LT(reader.reads, 2 * kTimes) << count;
+  }
+}
+
+// A rank that is asleep hears of none of the grants: there is room for so many and no more.
+TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
+  constexpr std::uint32_t kMessages = 3 * kLaneDepth;
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.function());
+  Messages receiver = host.join(1, reader.function());
+  std::vector<std::vector<std::uint32_t>> sent;
+  std::vector<std::vector<std::uint32_t>> got(kMessages,
+                                              std::vector<std::uint32_t>(host.most_riding() + 7));
+  int sends_done = 0;
+  for (std::uint32_t i = 0; i < kMessages; ++i) {
+    sent.push_back(text(got[i].size(), i));
+  }
+  for (std::uint32_t i = 0; i < kMessages; ++i) {
+    sender.send(1, i % 3, buffer(sent[i]), [&](int) { ++sends_done; });
+  }
+  // All are announced before any is asked for.
+  std::vector<std::uint32_t> nothing;
+  receiver.receive(0, 99, buffer(nothing), ignore);
+  sender.send(1, 99, buffer(nothing), ignore);
+  advance_both(sender, receiver);
+  for (std::uint32_t i = 0; i < kMessages; ++i) {
+    receiver.receive(0, i % 3, buffer(got[i]), ignore);
+  }
+  while (receiver.advance()) {
+  }
+  EXPECT_EQ(reader.reads, static_cast<int>(kLaneDepth));
+  EXPECT_EQ(sends_done, 0);
+  advance_both(sender, receiver);
+  EXPECT_EQ(reader.reads, static_cast<int>(kMessages));
+  EXPECT_EQ(sends_done, static_cast<int>(kMessages));
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  EXPECT_EQ(got, sent);
+}
+
+// 40 MB are longer than what is read.
+TEST(MessagesReadTest, AShortOneIsReadWhileALongOneIsOnItsWay) {
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.function());
+  Messages receiver = host.join(1, reader.function());
+  const std::vector<std::size_t> counts = {10'000'000, 5'000, 10'000'001, 6'000, 3};
+  std::vector<std::vector<std::uint32_t>> sent;
+  std::vector<std::vector<std::uint32_t>> got;
+  for (const std::size_t count : counts) {
+    sent.push_back(text(count, static_cast<std::uint32_t>(count)));
+    got.emplace_back(count, 0);
+  }
+  for (std::size_t i = 0; i < counts.size(); ++i) {
+    sender.send(1, i, buffer(sent[i]), ignore);
+    receiver.receive(0, i, buffer(got[i]), ignore);
+  }
+  sender.advance();
+  receiver.advance();  // has granted the long ones, of which nothing has come
+  EXPECT_EQ(reader.reads, 2);
+  EXPECT_EQ(got[3], sent[3]);
+  EXPECT_FALSE(receiver.is_idle());
+  advance_both(sender, receiver);
+  EXPECT_EQ(reader.reads, 2);
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  EXPECT_EQ(got, sent);
+}
+
+}  // namespace
+}  // namespace pydist::testing
