@@ -5,10 +5,10 @@
 //   bench_engine [kind=all_reduce] [ranks=2] [smallest=8] [largest=268435456]
 //                [seconds per size=0.5] [dtype=float32|bfloat16] [wire=float32|bfloat16]
 //
-//   bench_engine handover
+//   bench_engine handover [ranks=2]
 //
-// The latter prints how many nanoseconds a cache line takes from the first core to the second:
-// where a hypervisor moves them, everything else depends on that.
+// The latter prints how many nanoseconds a cache line takes from the first rank's core to the
+// farthest of the others': where a hypervisor moves them, everything else depends on that.
 //
 // Kinds: all_reduce, reduce_scatter, all_gather, broadcast, all_to_all. Bytes are those of the
 // larger one of the buffers that a rank gives and gets; all but all_to_all are in place. Prints
@@ -301,20 +301,57 @@ void pin(int rank) {
   }
 }
 
-void measure_handover() {
+// Of a cache line, from the core of rank 0 to that of another one. Both are processes of their own,
+// since one that is pinned can't be pinned elsewhere.
+double handover_to(int other) {
   constexpr std::uint64_t kTurns = 20000;
-  auto* const lines = static_cast<std::byte*>(shared_memory(2 * kHandoverBytes));
-  const auto take_turns = [lines](int rank) {
-    pin(rank);
-    return time_line_handover(lines + static_cast<std::size_t>(rank) * kHandoverBytes,
-                              lines + static_cast<std::size_t>(1 - rank) * kHandoverBytes,
-                              rank == 0, kTurns, Deadline::in(std::chrono::seconds(10)));
-  };
-  if (::fork() == 0) {
-    static_cast<void>(take_turns(1));
-    ::_exit(0);
+  auto* const lines = static_cast<std::byte*>(shared_memory(3 * kHandoverBytes));
+  auto* const took = reinterpret_cast<double*>(lines + 2 * kHandoverBytes);
+  for (const bool begins : {true, false}) {
+    const pid_t child = ::fork();
+    if (child < 0) {
+      throw system_error("fork", errno);
+    }
+    if (child == 0) {
+      int status = 0;
+      try {
+        pin(begins ? 0 : other);
+        const double mine = time_line_handover(lines + (begins ? 0 : kHandoverBytes),
+                                               lines + (begins ? kHandoverBytes : 0), begins,
+                                               kTurns, Deadline::in(std::chrono::seconds(10)));
+        *took = begins ? mine : *took;
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "handover: %s\n", error.what());
+        status = 1;
+      }
+      ::_exit(status);
+    }
   }
-  std::printf("%.1f\n", take_turns(0));
+  int failed = 0;
+  for (int child = 0; child < 2; ++child) {
+    int status = 0;
+    ::wait(&status);
+    failed |= status;
+  }
+  const double result = failed == 0 ? *took : 0;
+  ::munmap(lines, 3 * kHandoverBytes);
+  return result;
+}
+
+int measure_handover(int ranks) {
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  ::sched_getaffinity(0, sizeof allowed, &allowed);
+  double farthest = 0;
+  for (int rank = 1; rank < std::min(ranks, CPU_COUNT(&allowed)); ++rank) {
+    farthest = std::max(farthest, handover_to(rank));
+  }
+  if (farthest == 0) {
+    std::fprintf(stderr, "handover: two CPUs are wanted\n");
+    return 1;
+  }
+  std::printf("%.1f\n", farthest);
+  return 0;
 }
 
 int run(const Settings& settings) {
@@ -362,8 +399,7 @@ int main(int argc, char** argv) {
   pydist::Settings settings;
   const std::string kind = word(0, "all_reduce");
   if (kind == "handover") {
-    pydist::measure_handover();
-    return 0;
+    return pydist::measure_handover(std::max(2, std::atoi(word(1, "2").c_str())));
   }
   bool is_kind = false;
   for (const pydist::OpKind each :

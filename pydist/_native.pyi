@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'enter_shared_allocations', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'leave_shared_allocations', 'line_handover_ns', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'shared_allocation_bytes', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'HANDOVER_BYTES', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'enter_shared_allocations', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'leave_shared_allocations', 'line_handover_ns', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'shared_allocation_bytes', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -853,3 +853,4 @@ def wait_for_children_at_exit(children: collections.abc.Sequence[tuple[str, typi
     """
     Has the exit of this process wait for some of its children, given by name and pid.
     """
+HANDOVER_BYTES: int = 128

@@ -10,7 +10,8 @@ place), on ordinary and on symmetric memory.
 A hypervisor may move a machine's cores together and apart, for seconds or minutes: then the same
 calls take up to twice as long. So before, between and after the programs of a size it is measured
 how far the cores are from each other. A size at which they were moved is measured once more, and
-there is a table for each of the two states that were met.
+there is a table for each of the two states that were met; what was moved at every try does not
+count.
 
 Before: python bench/peers/install.py, and bench_engine built (CMake's PYDIST_BUILD_BENCH=ON).
 """
@@ -46,6 +47,8 @@ ELEMENT_BYTES = 4  # of a float32
 # An interval wider than this, relative to its ratio, says more about the machine than about the
 # libraries.
 NOISY = 0.5
+# Of which an interval means something.
+FEWEST_ROUNDS = 5
 
 
 @dataclass
@@ -106,30 +109,35 @@ class Cores:
     # to 320 (Zen 5).
     MOVED = 3
 
-    def __init__(self, engine: Path) -> None:
-        self._command = [str(engine), "handover"]
+    def __init__(self, engine: Path, ranks: int) -> None:
+        self._command = [str(engine), "handover", str(ranks)]
         # Nanoseconds that a cache line took in each round, by kind and size.
         self.distances: dict[tuple[str, int], list[float]] = {}
+        # Rounds of a size in which the cores were moved, whenever they were tried.
+        self.moved = 0
 
     def measure_ns(self) -> float:
-        done = subprocess.run(
-            self._command, capture_output=True, text=True, check=False, timeout=20
-        )
-        if done.returncode != 0:
-            stop(f"bench_engine handover: exit code {done.returncode}: {done.stderr.strip()}")
-        return float(done.stdout)
+        try:
+            done = subprocess.run(
+                self._command, capture_output=True, text=True, check=True, timeout=60
+            )
+            return float(done.stdout)
+        except subprocess.CalledProcessError as error:
+            stop(f"bench_engine: exit code {error.returncode}: {error.stderr.strip()}")
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            stop(f"bench_engine handover: {error}")
 
     @property
     def border_ns(self) -> float | None:
         """Between the cores' two places; None where they were in one all the time."""
         seen = [each for of_case in self.distances.values() for each in of_case]
-        low, high = min(seen), max(seen)
+        low, high = min(seen, default=0), max(seen, default=0)
         return (low * high) ** 0.5 if high > self.MOVED * low else None
 
     def rounds(self, kind: str, size: int, state: str) -> list[int]:
         """Those that met a state: "near", "apart", or "" for all."""
         border = self.border_ns
-        distances = self.distances[kind, size]
+        distances = self.distances.get((kind, size), [])
         if border is None or not state:
             return list(range(len(distances)))
         return [i for i, each in enumerate(distances) if (each < border) == (state == "near")]
@@ -148,15 +156,19 @@ class Cores:
         return f"cores {near}{min(seen):.0f} to {max(seen):.0f} ns for a cache line"
 
 
-def verdict(ratio: Ratio) -> str:
+def verdict(ratio: Ratio, rounds: int) -> str:
+    if rounds < FEWEST_ROUNDS:
+        return "unknown"
     if ratio.low > 1:
         return "faster"
     return "slower" if ratio.high < 1 else "unclear"
 
 
-def ratio_text(ratio: Ratio) -> Text:
-    style = {"faster": "green", "slower": "bold red", "unclear": "yellow"}[verdict(ratio)]
-    return Text(str(ratio), style=style)
+STYLES = {"faster": "green", "slower": "bold red", "unclear": "yellow", "unknown": "dim"}
+
+
+def ratio_text(ratio: Ratio, rounds: int) -> Text:
+    return Text(str(ratio), style=STYLES[verdict(ratio, rounds)])
 
 
 def is_noisy(ratio: Ratio) -> bool:
@@ -168,7 +180,7 @@ def compare(
 ) -> dict[int, dict[str, Any]]:
     """By size: the peer's better arm, the medians in µs, the ratios to the engine's arms."""
     rows = {}
-    for size, own_times in engine.times[kind].items():
+    for size, own_times in engine.times.get(kind, {}).items():
         rounds = rounds_of(kind, size)
         if not rounds:
             continue
@@ -208,13 +220,20 @@ def show(console: Console, title: str, rows: dict[int, dict[str, Any]]) -> None:
             *(
                 cell
                 for own in ENGINE_ARMS
-                for cell in (f"{row['engine_us'][own]:.2f}", ratio_text(row["ratio"][own]))
+                for cell in (
+                    f"{row['engine_us'][own]:.2f}",
+                    ratio_text(row["ratio"][own], row["rounds"]),
+                )
             ),
         )
     console.print(table)
     for own in ENGINE_ARMS:
         for word, said in (("slower", "is slower"), ("unclear", "may be as fast or slower")):
-            sizes = [size_text(s) for s, r in rows.items() if verdict(r["ratio"][own]) == word]
+            sizes = [
+                size_text(size)
+                for size, row in rows.items()
+                if verdict(row["ratio"][own], row["rounds"]) == word
+            ]
             if sizes:
                 console.print(f"The engine on {own} memory {said} at {', '.join(sizes)}.")
     noisy = [size_text(s) for s, r in rows.items() if any(map(is_noisy, r["ratio"].values()))]
@@ -278,16 +297,18 @@ def sizes_of(kind: str, args: argparse.Namespace) -> list[int]:
 def measure_case(
     turns: Sequence[Program], cores: Cores, kind: str, size: int, args: argparse.Namespace
 ) -> None:
-    """A turn of each program, once more where the cores were moved meanwhile; at the last try the
-    round counts for where they were in between."""
-    for is_last in [False] * args.retries + [True]:
+    """A turn of each program, once more where the cores were moved meanwhile."""
+    for _ in range(1 + args.retries):
         distances = [cores.measure_ns()]
         times = []
         for program in turns:
             times.append(program.run(kind, size, args.seconds, args.timeout))
             distances.append(cores.measure_ns())
-        if is_last or max(distances) <= Cores.MOVED * min(distances):
+        if max(distances) <= Cores.MOVED * min(distances):
             break
+    else:
+        cores.moved += 1
+        return
     cores.distances.setdefault((kind, size), []).append(statistics.median(distances))
     for program, of_program in zip(turns, times, strict=True):
         program.note(kind, size, of_program)
@@ -332,7 +353,7 @@ def main() -> None:
         if not sizes_of(kind, args):
             parser.error(f"{kind} has no size of {args.smallest} to {args.largest} bytes")
     programs = make_programs(args)
-    cores = Cores(args.engine or find_engine())
+    cores = Cores(args.engine or find_engine(), args.ranks)
     if args.json:
         try:
             require_writable(args.json)
@@ -365,14 +386,18 @@ def main() -> None:
         for name, rows in peers.items():
             if rows:
                 show(console, f"{kind}, {cores.describe(state)}: {programs[name].title}", rows)
-    if args.rounds < 5:
-        console.print("[yellow]Warning:[/] intervals of fewer than 5 rounds mean little.")
+    console.print(f"Intervals of fewer than {FEWEST_ROUNDS} rounds mean little.")
+    if cores.moved:
+        console.print(
+            f"[yellow]Warning:[/] {cores.moved} rounds of a size don't count: the cores were moved "
+            "each time."
+        )
     if args.json:
         written = {
             "hardware": header,
             "engine": engine.times,
             "core_to_core_ns": {
-                kind: {size: cores.distances[kind, size] for size in sizes_of(kind, args)}
+                kind: {size: cores.distances.get((kind, size)) for size in sizes_of(kind, args)}
                 for kind in kinds
             },
             "peers": {

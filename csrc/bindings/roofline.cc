@@ -126,6 +126,7 @@ void bind_roofline(py::module_& module) {
           py::call_guard<ReleasedGil>(),
           "This rank's share, once. What the output holds afterwards means nothing while others "
           "are at work on it.");
+  module.attr("HANDOVER_BYTES") = kHandoverBytes;
   module.def("line_handover_ns", &line_handover_ns, py::arg("communicator"), py::arg("lines"),
              py::arg("peer"), py::arg("turns"), py::call_guard<ReleasedGil>(),
              "Nanoseconds that a cache line takes from this rank's core to a peer's. Both call it, "

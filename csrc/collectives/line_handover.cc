@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <limits>
 
 #include "base/error.h"
@@ -16,10 +17,10 @@ static_assert(Count::is_always_lock_free);
 
 constexpr std::uint64_t kParts = 10;
 // Between two looks at the clock.
-constexpr int kLooks = 1 << 12;
+constexpr unsigned kLooks = 1 << 12;
 
 void await(const Count& count, std::uint64_t value, Deadline deadline) {
-  for (int looks = 1; count.load(std::memory_order_acquire) < value; ++looks) {
+  for (unsigned looks = 1; count.load(std::memory_order_acquire) < value; ++looks) {
     spin_pause();
     if (looks % kLooks == 0 && deadline.has_passed()) {
       throw Timeout("The other rank did not take its turn at handing over a cache line in time.");

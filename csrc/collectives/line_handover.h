@@ -16,9 +16,9 @@ namespace pydist {
 // it.
 inline constexpr std::size_t kHandoverBytes = 128;
 
-// Two ranks hand a count to and fro `turns` times, each by writing it to its own line and looking
-// at the other's. Returns the nanoseconds of one handover, of the quickest tenth of the turns: one
-// in which a rank was interrupted says nothing.
+// Two ranks hand a count to and fro, `turns` times, rounded to a multiple of ten that is not 0:
+// each writes it to its own line and looks at the other's. Returns the nanoseconds of one handover,
+// of the quickest tenth of the turns: one in which a rank was interrupted says nothing.
 //
 // Both lines lie in memory that both ranks share, at a multiple of kHandoverBytes, and hold zeros
 // when either of them calls it. One of the two `begins`. Neither sleeps: each has a core of its

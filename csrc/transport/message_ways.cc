@@ -1,5 +1,6 @@
 #include "transport/message_ways.h"
 
+#include <algorithm>
 #include <bit>
 #include <chrono>
 #include <cstdint>
@@ -16,39 +17,47 @@ constexpr int kLongestWarmedClass = 21;
 
 }  // namespace
 
-MessageWays::Way MessageWays::choose(std::size_t bytes, bool do_both_send, bool is_alone) {
+MessageWays::Way MessageWays::choose(std::size_t bytes, bool do_both_send, Time now) {
   Way way;
   const int length = std::bit_width(bytes - 1);
-  if (length > kLongestClass) {
+  if (!rhythm_ || length > kLongestClass) {
     return way;
   }
-  way.is_read_ = usually_reads_;
-  if (!rhythm_) {
+  auto found = classes_.find({do_both_send, length});
+  if (found == classes_.end()) {
+    CandidateChooser chooser(/*count=*/2, /*usual=*/kLane,
+                             /*warms_up=*/length <= kLongestWarmedClass,
+                             /*seed=*/static_cast<std::uint64_t>(length), *rhythm_);
+    found = classes_.emplace(std::pair(do_both_send, length), Class{std::move(chooser)}).first;
+  }
+  Class& its = found->second;
+  if (its.is_timing) {
+    way.is_read_ = its.chooser.current() == kRead;
     return way;
   }
-  CandidateChooser& chooser =
-      choosers_
-          .try_emplace({do_both_send, length}, /*count=*/2, usually_reads_ ? kRead : kLane,
-                       /*warms_up=*/length <= kLongestWarmedClass,
-                       /*seed=*/static_cast<std::uint64_t>(length), *rhythm_)
-          .first->second;
-  if (!is_alone) {
-    way.is_read_ = chooser.current() == kRead;
-    return way;
-  }
-  const CandidateChooser::Plan plan = chooser.next();
+  const CandidateChooser::Plan plan = its.chooser.next();
   way.is_read_ = plan.candidate == kRead;
   if (plan.is_timed) {
-    way.chooser_ = &chooser;
-    way.begin_ = Deadline::Clock::now();
+    its.is_timing = true;
+    way.timed_ = &its;
+    // As for the longest message of the class, so that others of it compare.
+    way.scale_ = static_cast<double>(std::size_t{1} << length) / static_cast<double>(bytes);
+    way.begin_ = now;
   }
   return way;
 }
 
-void MessageWays::note(const Way& way) {
-  if (way.chooser_ != nullptr) {
-    const std::chrono::duration<double, std::micro> took = Deadline::Clock::now() - way.begin_;
-    way.chooser_->note(way.is_read_ ? kRead : kLane, took.count());
+void MessageWays::note(const Way& way, Time since, Time now) {
+  if (way.timed_ != nullptr) {
+    const std::chrono::duration<double, std::micro> took = now - std::max(way.begin_, since);
+    way.timed_->chooser.note(way.is_read_ ? kRead : kLane, took.count() * way.scale_);
+    way.timed_->is_timing = false;
+  }
+}
+
+void MessageWays::drop(const Way& way) noexcept {
+  if (way.timed_ != nullptr) {
+    way.timed_->is_timing = false;
   }
 }
 

@@ -21,7 +21,17 @@
 namespace pydist {
 
 class MessageWays {
+ private:
+  struct Class {
+    CandidateChooser chooser;
+    // A message whose time is asked for is on its way: until it has come, no other one's is, so
+    // that times come in the order of the plans.
+    bool is_timing = false;
+  };
+
  public:
+  using Time = Deadline::Clock::time_point;
+
   // How one message comes.
   class Way {
    public:
@@ -30,19 +40,21 @@ class MessageWays {
    private:
     friend class MessageWays;
     bool is_read_ = false;
-    CandidateChooser* chooser_ = nullptr;  // null: its time is not asked for
-    Deadline::Clock::time_point begin_;
+    Class* timed_ = nullptr;  // null: its time is not asked for
+    double scale_ = 1;
+    Time begin_;
   };
 
-  // Without a rhythm nothing is tried. `usually_reads`: where nothing has been tried.
-  explicit MessageWays(const std::optional<TuningRhythm>& rhythm, bool usually_reads = false)
-      : rhythm_(rhythm), usually_reads_(usually_reads) {}
+  // Without a rhythm nothing is tried, and all go through the lane.
+  explicit MessageWays(const std::optional<TuningRhythm>& rhythm) : rhythm_(rhythm) {}
 
-  // For a message that may be read, and comes from now on. `is_alone`: no other one is under way
-  // from the same rank, so that its time says something.
-  [[nodiscard]] Way choose(std::size_t bytes, bool do_both_send, bool is_alone);
-  // It has come, in the way that was chosen.
-  static void note(const Way& way);
+  // For a message that may be read, and comes from now on.
+  [[nodiscard]] Way choose(std::size_t bytes, bool do_both_send, Time now);
+  // It has come in that way. `since`: when the one before it, from the same rank, had come; they
+  // take turns in the lane.
+  static void note(const Way& way, Time since, Time now);
+  // It comes in another way after all.
+  static void drop(const Way& way) noexcept;
 
  private:
   // Longer ones go through the lane, whose two ends share the work: what a core's cache does not
@@ -50,9 +62,8 @@ class MessageWays {
   static constexpr int kLongestClass = 25;  // 32 MiB
 
   const std::optional<TuningRhythm> rhythm_;
-  const bool usually_reads_;
   // By whether both send, and by the bits of the length. They stay where they are.
-  std::map<std::pair<bool, int>, CandidateChooser> choosers_;
+  std::map<std::pair<bool, int>, Class> classes_;
 };
 
 }  // namespace pydist

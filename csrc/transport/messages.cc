@@ -183,6 +183,7 @@ bool Messages::announce(int peer, Outgoing& lane) {
       finish(send.on_done, peer);
     } else {
       lane.announced.push_back(std::move(send));
+      lane.has_announced = true;
     }
   }
   return moved;
@@ -313,6 +314,8 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
   }
   matched.number = heard.number;
   matched.address = announcement.address;
+  matched.do_both_send =
+      std::exchange(outgoing_[static_cast<std::size_t>(peer)].has_announced, false);
   incoming_[static_cast<std::size_t>(peer)].matched.push_back(std::move(matched));
   return true;
 }
@@ -325,24 +328,29 @@ bool Messages::may_grant(int peer) const noexcept {
                                             kLaneDepth;
 }
 
-bool Messages::take(int peer, Receive& receive, bool is_alone) {
+bool Messages::take(int peer, Receive& receive) {
   if (receive.address == 0 || read_process_ == nullptr || carrier_to(peer) != nullptr) {
     return false;
   }
-  const Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
-  const bool do_both_send = !out.announced.empty() || !out.granted.empty();
-  receive.way = ways_.choose(receive.buffer.bytes(), do_both_send, is_alone);
+  receive.way = ways_.choose(receive.buffer.bytes(), receive.do_both_send, Deadline::Clock::now());
   if (!receive.way.is_read()) {
     return false;
   }
-  const bool is_taken =
-      read_process_(peer, receive.address,
-                    {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()});
-  if (is_taken) {
-    MessageWays::note(receive.way);
+  if (read_process_(peer, receive.address,
+                    {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()})) {
+    note_come(peer, receive);
+    return true;
   }
+  MessageWays::drop(receive.way);
   receive.way = {};
-  return is_taken;
+  return false;
+}
+
+void Messages::note_come(int peer, const Receive& receive) {
+  const MessageWays::Time now = Deadline::Clock::now();
+  Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
+  MessageWays::note(receive.way, lane.last_come, now);
+  lane.last_come = now;
 }
 
 bool Messages::grant(int peer, Incoming& lane) {
@@ -350,7 +358,7 @@ bool Messages::grant(int peer, Incoming& lane) {
   bool moved = false;
   while (lane.granted < std::min(lane.matched.size(), kLaneDepth) && may_grant(peer)) {
     const auto receive = lane.matched.begin() + static_cast<std::ptrdiff_t>(lane.granted);
-    const bool is_taken = take(peer, *receive, lane.matched.size() == 1);
+    const bool is_taken = take(peer, *receive);
     const std::uint64_t ticket = counters.granted.load(std::memory_order_relaxed);
     segment_.rings(peer, rank_).grants[ticket % kLaneDepth] =
         receive->number | (is_taken ? kTaken : 0);
@@ -388,7 +396,7 @@ bool Messages::move_in(int peer, Incoming& lane) {
     receive.moved_bytes += bytes;
     moved = true;
     if (receive.moved_bytes == receive.buffer.bytes()) {
-      MessageWays::note(receive.way);
+      note_come(peer, receive);
       OnDone on_done = std::move(receive.on_done);
       lane.matched.pop_front();
       --lane.granted;

@@ -97,6 +97,7 @@ class Messages {
     OnDone on_done;
     std::uint64_t number = 0;
     std::uint64_t address = 0;  // as Announcement::address
+    bool do_both_send = false;  // this rank sends to that one, too
     MessageWays::Way way = {};  // from its grant on
     std::size_t moved_bytes = 0;
   };
@@ -120,12 +121,15 @@ class Messages {
     std::list<Send> announced;  // waiting for their grant
     std::deque<Send> granted;
     std::uint64_t grants_seen = 0;
+    // Something that does not ride along, since the last such message came from there.
+    bool has_announced = false;
   };
   // From one peer.
   struct Incoming {
     std::unique_ptr<ReceiveChannel> channel;
     std::deque<Receive> matched;  // in the order of their grants
     std::size_t granted = 0;      // how many of them are
+    MessageWays::Time last_come;  // when the last one of them had
   };
 
   // The carrier, where `peer` is on another host.
@@ -149,8 +153,9 @@ class Messages {
   [[nodiscard]] bool may_grant(int peer) const noexcept;
   bool grant(int peer, Incoming& lane);
   // Chooses the way of a message, and reads it out of its sender's process if it comes that way.
-  // `is_alone`: as MessageWays::choose().
-  [[nodiscard]] bool take(int peer, Receive& receive, bool is_alone);
+  [[nodiscard]] bool take(int peer, Receive& receive);
+  // It has come, in the way that was chosen.
+  void note_come(int peer, const Receive& receive);
   bool move_in(int peer, Incoming& lane);
   void finish(OnDone& on_done, int peer);
 

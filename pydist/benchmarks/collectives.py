@@ -304,7 +304,8 @@ def _note_state(results: Results, conductor: Conductor) -> None:
     """Measures the state of the machine, which may change at any time."""
     ((probe, *_),) = cases_of("all_reduce", [PROBE_BYTES], results.ranks)
     results.state_us.append(conductor.probe(results.main, probe) * 1e6)
-    if not results.is_crowded:
+    # A scheduler that may move ranks does so, whatever the machine does.
+    if results.is_pinned and not results.is_crowded:
         distance_ns = conductor.distance_ns()
         if distance_ns is not None:
             results.core_to_core_ns.append(distance_ns)

@@ -124,8 +124,7 @@ def test_sums_over_three_ranks_on_symmetric_memory(bench: Bench, tmp_path: Path)
     assert kinds == {(t, op) for t in ("bfloat16", "float64") for op in ("max", "mean")}
     report = json.loads(results.read_text())
     assert report["pinned"] is False
-    has_cores = len(os.sched_getaffinity(0)) >= 3
-    assert len(report["core_to_core_ns"]) == (1 + len(kinds) if has_cores else 0)
+    assert report["core_to_core_ns"] == []  # a rank may be moved at any time
 
 
 @pytest.mark.thorough

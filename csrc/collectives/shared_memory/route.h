@@ -26,8 +26,9 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCo
 }
 
 // Whether others may read this rank's data through the kernel, where the tuner finds it quicker.
-// What is reduced would have to be copied first; and a root that waits for nobody can't tell what
-// is quicker for the others.
+// What is reduced would have to be copied first. And a root that sends to all goes on through
+// transit before the others come; it is timed only where they wait for it already (OperationTime),
+// so what it loses by waiting for its readers would not show.
 [[nodiscard]] constexpr bool has_single_copy(OpKind kind) noexcept {
   return !has_op(kind) && !is_point_to_point(kind) && !is_one_to_all(kind);
 }

@@ -19,14 +19,14 @@ from torch import Tensor
 import pydist
 from pydist import _native
 from pydist.benchmarks.collective_cases import Buffers, Case
-from pydist.errors import InvalidUsage
+from pydist.errors import InvalidUsage, Timeout
 from pydist.job import current
 from pydist.topology.placement import placement_of_job
 
 Call = Callable[[], object]
 
 # What one rank writes while another looks, and its neighbours in memory.
-_LINE_BYTES = 128
+_LINE_BYTES = _native.HANDOVER_BYTES
 # A few milliseconds of them at most.
 _HANDOVERS = 5000
 
@@ -195,16 +195,19 @@ class RooflineArm(SymmetricArm):
         )
 
     def distances_ns(self) -> list[float]:
-        """How far the host's cores are from each other. Every rank calls it.
+        """How far the first host's cores are from each other. Every rank calls it.
 
-        Ranks look without sleeping, so none may share its core with another.
+        Ranks look without sleeping: each has to have a core of its own.
 
         Returns:
-            Nanoseconds that a cache line takes from the core of the host's first rank to that of
-            each other one; on the others, to their own. Nothing on other backends than the native
-            one, whose ranks share no memory.
+            Nanoseconds that a cache line takes from the core of rank 0 to that of each other rank
+            on its host; on those, to their own. Nothing where that can't be told: on other
+            backends than the native one, whose ranks share no memory, or if a rank did not take its
+            turns.
         """
         group, size = self._group, self._group.size
+        if self._spans_hosts and placement_of_job().host_of[self.rank] != 0:
+            return []
         room = pydist.symmetric_empty(_LINE_BYTES * (size + 1), dtype=torch.uint8, group=group)
         skipped = -room.data_ptr() % _LINE_BYTES  # the same on every rank
         lines = room[skipped:][: _LINE_BYTES * size].fill_(0).view(size, _LINE_BYTES)
@@ -217,8 +220,8 @@ class RooflineArm(SymmetricArm):
                     distances.append(
                         _native.line_handover_ns(group, lines[peer], other, _HANDOVERS)
                     )
-                except InvalidUsage:  # another backend than the native one
-                    continue
+                except (InvalidUsage, Timeout):
+                    continue  # to the barrier, where the others wait
         pydist.barrier(group=group)
         return distances
 

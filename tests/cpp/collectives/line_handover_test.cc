@@ -4,8 +4,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstdint>
 #include <future>
 
 #include "base/error.h"
@@ -22,7 +24,7 @@ struct alignas(kHandoverBytes) Lines {
 };
 
 TEST(LineHandoverTest, BothRanksTakeEveryTurn) {
-  for (const std::uint64_t turns : {1U, 10U, 995U}) {
+  for (const std::uint64_t turns : {1U, 10U, 95U}) {
     Lines lines;
     auto other = std::async(std::launch::async, [&] {
       return time_line_handover(lines.second.data(), lines.first.data(), false, turns,

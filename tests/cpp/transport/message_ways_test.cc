@@ -1,4 +1,4 @@
-// Which way messages come, by what they take. The clock is the real one: a slow way waits.
+// Which way messages come, by what they take.
 
 #include "transport/message_ways.h"
 
@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstddef>
 #include <optional>
-#include <thread>
 
 namespace pydist {
 namespace {
@@ -17,63 +16,115 @@ using std::chrono::microseconds;
 constexpr std::size_t kBytes = 100'000;
 constexpr TuningRhythm kShort{.uses_before_first = 4, .rounds = 3};
 
-// Messages one after the other, of which those that come the slow way take longer; how many of them
-// were read.
-int reads_of(MessageWays& ways, int messages, bool is_read_slow, std::size_t bytes = kBytes,
-             bool do_both_send = false) {
-  int reads = 0;
-  for (int i = 0; i < messages; ++i) {
-    const MessageWays::Way way = ways.choose(bytes, do_both_send, /*is_alone=*/true);
-    if (way.is_read() == is_read_slow) {
-      std::this_thread::sleep_for(microseconds(500));
-    }
-    MessageWays::note(way);
-    reads += way.is_read() ? 1 : 0;
+// A receiver with a clock of its own.
+class Receiver {
+ public:
+  explicit Receiver(const std::optional<TuningRhythm>& rhythm) : ways_(rhythm) {}
+
+  [[nodiscard]] MessageWays::Way choose(std::size_t bytes = kBytes, bool do_both_send = false) {
+    return ways_.choose(bytes, do_both_send, now_);
   }
-  return reads;
-}
+  void note(const MessageWays::Way& way, MessageWays::Time since = {}) {
+    MessageWays::note(way, since, now_);
+  }
+  // The time that passes.
+  void pass(int us) { now_ += microseconds(us); }
+  [[nodiscard]] MessageWays::Time now() const { return now_; }
+
+  // Messages one after the other, of which the slow ones take twice as long as the others; how many
+  // of them are read.
+  int reads_of(int messages, bool is_read_slow, std::size_t bytes = kBytes,
+               bool do_both_send = false) {
+    int reads = 0;
+    for (int i = 0; i < messages; ++i) {
+      const MessageWays::Way way = choose(bytes, do_both_send);
+      const MessageWays::Time before = now_;
+      pass(static_cast<int>(bytes / 1000) * (way.is_read() == is_read_slow ? 2 : 1));
+      note(way, before);
+      reads += way.is_read() ? 1 : 0;
+    }
+    return reads;
+  }
+
+ private:
+  MessageWays ways_;
+  MessageWays::Time now_{};
+};
 
 TEST(MessageWaysTest, TheQuickerWayIsFound) {
   for (const bool is_read_slow : {false, true}) {
-    MessageWays ways(kShort);
-    EXPECT_EQ(reads_of(ways, 4, is_read_slow), 0) << "nothing has been tried";
-    static_cast<void>(reads_of(ways, 30, is_read_slow));
-    EXPECT_EQ(reads_of(ways, 20, is_read_slow), is_read_slow ? 0 : 20);
+    Receiver receiver(kShort);
+    EXPECT_EQ(receiver.reads_of(4, is_read_slow), 0) << "nothing has been tried";
+    static_cast<void>(receiver.reads_of(20, is_read_slow));
+    EXPECT_EQ(receiver.reads_of(20, is_read_slow), is_read_slow ? 0 : 20);
   }
 }
 
 TEST(MessageWaysTest, LengthsAndDirectionsAreChosenForByThemselves) {
-  MessageWays ways(kShort);
-  static_cast<void>(reads_of(ways, 40, /*is_read_slow=*/false));
-  static_cast<void>(reads_of(ways, 40, /*is_read_slow=*/true, kBytes, /*do_both_send=*/true));
-  static_cast<void>(reads_of(ways, 40, /*is_read_slow=*/true, 8 * kBytes));
-  EXPECT_EQ(reads_of(ways, 10, false), 10);
-  EXPECT_EQ(reads_of(ways, 10, true, kBytes, /*do_both_send=*/true), 0);
-  EXPECT_EQ(reads_of(ways, 10, true, 8 * kBytes), 0);
+  Receiver receiver(kShort);
+  static_cast<void>(receiver.reads_of(30, /*is_read_slow=*/false));
+  static_cast<void>(receiver.reads_of(30, /*is_read_slow=*/true, kBytes, /*do_both_send=*/true));
+  static_cast<void>(receiver.reads_of(30, /*is_read_slow=*/true, 8 * kBytes));
+  EXPECT_TRUE(receiver.choose().is_read());
+  EXPECT_FALSE(receiver.choose(kBytes, /*do_both_send=*/true).is_read());
+  EXPECT_FALSE(receiver.choose(8 * kBytes).is_read());
 }
 
-TEST(MessageWaysTest, OneThatIsNotAloneSaysNothing) {
-  MessageWays ways(kShort);
-  for (int i = 0; i < 100; ++i) {
-    const MessageWays::Way way = ways.choose(kBytes, false, /*is_alone=*/false);
-    EXPECT_FALSE(way.is_read());
-    MessageWays::note(way);
+// Of one class, of which the longest is nearly twice as long as the shortest.
+TEST(MessageWaysTest, TimesCountByLength) {
+  Receiver receiver(kShort);
+  for (int i = 0; i < 30; ++i) {
+    static_cast<void>(receiver.reads_of(1, /*is_read_slow=*/false, i % 3 == 0 ? 66'000 : 130'000));
   }
-  static_cast<void>(reads_of(ways, 40, /*is_read_slow=*/false));
-  EXPECT_TRUE(ways.choose(kBytes, false, /*is_alone=*/false).is_read()) << "as what was found";
+  EXPECT_TRUE(receiver.choose(66'000).is_read());
 }
 
-TEST(MessageWaysTest, WithoutATunerAllIsAsUsual) {
-  for (const bool usually_reads : {false, true}) {
-    MessageWays ways(std::nullopt, usually_reads);
-    EXPECT_EQ(reads_of(ways, 50, /*is_read_slow=*/!usually_reads), usually_reads ? 50 : 0);
+// All are chosen for at once; then they come, one behind the other.
+TEST(MessageWaysTest, ManyAtOnceAreTimedOneByOne) {
+  Receiver receiver(kShort);
+  for (int burst = 0; burst < 100; ++burst) {
+    constexpr int kMessages = 8;
+    MessageWays::Way ways[kMessages];
+    for (MessageWays::Way& way : ways) {
+      way = receiver.choose();
+    }
+    MessageWays::Time last = receiver.now();
+    for (const MessageWays::Way& way : ways) {
+      receiver.pass(way.is_read() ? 100 : 200);
+      receiver.note(way, last);
+      last = receiver.now();
+    }
   }
+  EXPECT_TRUE(receiver.choose().is_read());
+}
+
+// Nothing is known of a message that could not be read, and the next one is timed in its place.
+TEST(MessageWaysTest, WhatComesAnotherWayDoesNotCount) {
+  Receiver receiver(kShort);
+  for (int i = 0; i < 200; ++i) {
+    const MessageWays::Way way = receiver.choose();
+    const MessageWays::Time before = receiver.now();
+    receiver.pass(100);
+    if (way.is_read()) {
+      MessageWays::drop(way);
+    } else {
+      receiver.note(way, before);
+    }
+  }
+  EXPECT_FALSE(receiver.choose().is_read());
+}
+
+TEST(MessageWaysTest, WithoutATunerAllGoThroughTheLane) {
+  Receiver receiver(std::nullopt);
+  EXPECT_EQ(receiver.reads_of(50, /*is_read_slow=*/false), 0);
 }
 
 TEST(MessageWaysTest, TheLongestAreNotRead) {
-  MessageWays ways(std::nullopt, /*usually_reads=*/true);
-  EXPECT_TRUE(ways.choose(std::size_t{32} << 20, true, true).is_read());
-  EXPECT_FALSE(ways.choose((std::size_t{32} << 20) + 1, true, true).is_read());
+  Receiver receiver(kShort);
+  constexpr std::size_t kMost = std::size_t{32} << 20;
+  static_cast<void>(receiver.reads_of(30, /*is_read_slow=*/false, kMost));
+  EXPECT_TRUE(receiver.choose(kMost).is_read());
+  EXPECT_EQ(receiver.reads_of(30, /*is_read_slow=*/false, kMost + 1), 0);
 }
 
 }  // namespace

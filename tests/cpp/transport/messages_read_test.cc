@@ -40,8 +40,8 @@ TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
   for (const bool refuses : {false, true}) {
     HostOfRanks host(2);
     Reader reader{.refuses = refuses};
-    Messages sender = host.join(0, reader.function());
-    Messages receiver = host.join(1, reader.function());
+    Messages sender = host.join(0, reader.function(), ways_that_read());
+    Messages receiver = host.join(1, reader.function(), ways_that_read());
     std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
     std::vector<std::uint32_t> got(sent.size(), 0);
     int done = 0;
@@ -90,8 +90,8 @@ TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
   constexpr std::uint32_t kMessages = 3 * kLaneDepth;
   HostOfRanks host(2);
   Reader reader;
-  Messages sender = host.join(0, reader.function());
-  Messages receiver = host.join(1, reader.function());
+  Messages sender = host.join(0, reader.function(), ways_that_read());
+  Messages receiver = host.join(1, reader.function(), ways_that_read());
   std::vector<std::vector<std::uint32_t>> sent;
   std::vector<std::vector<std::uint32_t>> got(kMessages,
                                               std::vector<std::uint32_t>(host.most_riding() + 7));
@@ -125,8 +125,8 @@ TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
 TEST(MessagesReadTest, AShortOneIsReadWhileALongOneIsOnItsWay) {
   HostOfRanks host(2);
   Reader reader;
-  Messages sender = host.join(0, reader.function());
-  Messages receiver = host.join(1, reader.function());
+  Messages sender = host.join(0, reader.function(), ways_that_read());
+  Messages receiver = host.join(1, reader.function(), ways_that_read());
   const std::vector<std::size_t> counts = {10'000'000, 5'000, 10'000'001, 6'000, 3};
   std::vector<std::vector<std::uint32_t>> sent;
   std::vector<std::vector<std::uint32_t>> got;

@@ -6,27 +6,17 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <chrono>
-#include <cstring>
-#include <functional>
-#include <memory>
 #include <numeric>
 #include <optional>
 #include <random>
-#include <span>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "base/deadline.h"
 #include "base/error.h"
-#include "threads_as_ranks.h"
 #include "transport/host_of_ranks.h"
 
 namespace pydist::testing {
 namespace {
-
-using std::chrono::seconds;
 
 TEST(MessagesTest, EverySizeArrives) {
   HostOfRanks host(2);
