@@ -319,7 +319,9 @@ double handover_to(int other) {
         const double mine = time_line_handover(lines + (begins ? 0 : kHandoverBytes),
                                                lines + (begins ? kHandoverBytes : 0), begins,
                                                kTurns, Deadline::in(std::chrono::seconds(10)));
-        *took = begins ? mine : *took;
+        if (begins) {
+          *took = mine;
+        }
       } catch (const std::exception& error) {
         std::fprintf(stderr, "handover: %s\n", error.what());
         status = 1;

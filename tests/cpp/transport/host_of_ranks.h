@@ -83,11 +83,11 @@ class HostOfRanks {
   std::unique_ptr<Doorbell[]> bells_;
 };
 
-// Under which reading has turned out to be quicker, whatever the length.
-inline MessageWays ways_that_read() {
+// By which reading has turned out to be quicker, for messages of up to so many bits of length.
+inline MessageWays ways_that_read(int longest = 25) {
   MessageWays ways(TuningRhythm{.uses_before_first = 0, .rounds = 1});
   for (const bool do_both_send : {false, true}) {
-    for (int length = 12; length <= 25; ++length) {
+    for (int length = 12; length <= longest; ++length) {
       MessageWays::Time now{};
       for (int message = 0; message < 10; ++message) {
         const MessageWays::Way way = ways.choose(std::size_t{1} << length, do_both_send, now);
