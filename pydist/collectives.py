@@ -193,8 +193,9 @@ def all_reduce(
         and op != "premul_sum"
         and (out is None or type(out) is Tensor)
     ):
-        work = _current.job.world.all_reduce(tensor, tensor if out is None else out, op, async_op)
-        return work if async_op else tensor if out is None else out
+        result = tensor if out is None else out
+        work = _current.job.all_reduce(tensor, result, op, async_op)
+        return result if work is None else work
     result = tensor if out is None else out
     work = _groups.communicator_of(group).all_reduce(
         _tensor(tensor, "tensor"),

@@ -148,7 +148,8 @@ def entering() -> Iterator[None]:
 
 def become(member: Membership) -> None:
     """Makes a membership this process's."""
-    current.job.membership, current.job.world = member, member.communicator
+    current.job.membership = member
+    current.job.set_world(member.communicator)
     _native.set_rank(member.rank)
     atexit.register(_leave_at_exit)
     last_words.listen()
