@@ -269,11 +269,18 @@ bool Messages::hear(int peer) {
     }
     counters.heard.store(number + 1, std::memory_order_release);
   }
-  if (MessageCarrier* const carrier = carrier_to(peer)) {
-    carrier->send_heard(peer, announced);
-  }
+  tell_heard(peer, announced);
   doorbells_[static_cast<std::size_t>(peer)]->ring();
   return true;
+}
+
+void Messages::tell_heard(int peer, std::uint64_t heard) {
+  MessageCarrier* const carrier = carrier_to(peer);
+  Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
+  if (carrier != nullptr && heard - lane.told_heard >= kHeardAtATime) {
+    carrier->send_heard(peer, heard);
+    lane.told_heard = heard;
+  }
 }
 
 void Messages::require_alike(const Buffer& buffer, int peer,

@@ -127,9 +127,10 @@ class Messages {
   // From one peer.
   struct Incoming {
     std::unique_ptr<ReceiveChannel> channel;
-    std::deque<Receive> matched;  // in the order of their grants
-    std::size_t granted = 0;      // how many of them are
-    MessageWays::Time last_come;  // when the last one of them had
+    std::deque<Receive> matched;   // in the order of their grants
+    std::size_t granted = 0;       // how many of them are
+    std::uint64_t told_heard = 0;  // between hosts
+    MessageWays::Time last_come;   // when the last one of them had
   };
 
   // The carrier, where `peer` is on another host.
@@ -146,6 +147,9 @@ class Messages {
   bool take_grants(int peer, Outgoing& lane);
   bool move_out(int peer, Outgoing& lane);
   bool hear(int peer);
+  // Tells a rank on another host how many of its announcements have been heard, now and then: a
+  // receive need not wait for that to be sent.
+  void tell_heard(int peer, std::uint64_t heard);
   // Throws Mismatch.
   void require_alike(const Buffer& buffer, int peer, const Announcement& announcement) const;
   bool match(std::list<Receive>::iterator receive, const Heard& heard);

@@ -85,11 +85,13 @@ class HostOfRanks {
 
 // By which reading has turned out to be quicker, for messages of up to so many bits of length.
 inline MessageWays ways_that_read(int longest = 25) {
-  MessageWays ways(TuningRhythm{.uses_before_first = 0, .rounds = 1});
+  // Once found out, it is not looked at again.
+  MessageWays ways(
+      TuningRhythm{.uses_before_first = 4, .rounds = 1, .uses_for_one_look = std::size_t{1} << 40});
   for (const bool do_both_send : {false, true}) {
     for (int length = 12; length <= longest; ++length) {
       MessageWays::Time now{};
-      for (int message = 0; message < 10; ++message) {
+      for (int message = 0; message < 20; ++message) {
         const MessageWays::Way way = ways.choose(std::size_t{1} << length, do_both_send, now);
         const MessageWays::Time before = now;
         now += std::chrono::microseconds(way.is_read() ? 1 : 5);

@@ -218,6 +218,38 @@ TEST(NativeHostsTest, HostsMeetByIpv6) {
   }
 }
 
+// They are done when they have been announced, for which a lane has room whatever was heard before:
+// of that, its sender is told now and then.
+TEST(NativeHostsTest, SixteenShortMessagesGoBeforeAnybodyAsks) {
+  constexpr int kAhead = 16;
+  run_ranks(2,
+            [](RankOfTest& self) {
+              for (int before = 0; before < 10; ++before) {
+                std::vector<int> values(3, 7);
+                const auto exchange = [&](std::uint64_t tag, int count) {
+                  for (int i = 0; i < count; ++i) {
+                    if (self.rank == 1) {
+                      values.assign(3, 0);
+                    }
+                    self.communicator->run(self.rank == 0 ? send_to(1, tag, values)
+                                                          : receive_from(0, tag, values));
+                    ASSERT_EQ(values, std::vector<int>(3, 7));
+                  }
+                };
+                exchange(1, before);
+                const std::string key = join("ahead/", before);
+                if (self.rank == 1) {
+                  static_cast<void>(self.store->get(key, Deadline::in(std::chrono::seconds(30))));
+                }
+                exchange(2, kAhead);
+                if (self.rank == 0) {
+                  self.store->set(key, "");
+                }
+              }
+            },
+            test_environment(), {0, 1});
+}
+
 TEST(NativeHostsTest, MessagesOfAllSizesCrossHosts) {
   run_ranks(3,
             [](RankOfTest& self) {
