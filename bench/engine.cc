@@ -344,13 +344,18 @@ int measure_handover(int ranks) {
   cpu_set_t allowed;
   CPU_ZERO(&allowed);
   ::sched_getaffinity(0, sizeof allowed, &allowed);
-  double farthest = 0;
-  for (int rank = 1; rank < std::min(ranks, CPU_COUNT(&allowed)); ++rank) {
-    farthest = std::max(farthest, handover_to(rank));
-  }
-  if (farthest == 0) {
+  const int cores = std::min(ranks, CPU_COUNT(&allowed));
+  if (cores < 2) {
     std::fprintf(stderr, "handover: two CPUs are wanted\n");
     return 1;
+  }
+  double farthest = 0;
+  for (int rank = 1; rank < cores; ++rank) {
+    const double distance = handover_to(rank);
+    if (distance == 0) {
+      return 1;  // it has said why
+    }
+    farthest = std::max(farthest, distance);
   }
   std::printf("%.1f\n", farthest);
   return 0;

@@ -236,6 +236,9 @@ def show(console: Console, title: str, rows: dict[int, dict[str, Any]]) -> None:
             ]
             if sizes:
                 console.print(f"The engine on {own} memory {said} at {', '.join(sizes)}.")
+    few = [size_text(size) for size, row in rows.items() if row["rounds"] < FEWEST_ROUNDS]
+    if few:
+        console.print(f"Too few rounds to tell who is faster at {', '.join(few)}.")
     noisy = [size_text(s) for s, r in rows.items() if any(map(is_noisy, r["ratio"].values()))]
     if noisy:
         console.print(
@@ -386,7 +389,6 @@ def main() -> None:
         for name, rows in peers.items():
             if rows:
                 show(console, f"{kind}, {cores.describe(state)}: {programs[name].title}", rows)
-    console.print(f"Intervals of fewer than {FEWEST_ROUNDS} rounds mean little.")
     if cores.moved:
         console.print(
             f"[yellow]Warning:[/] {cores.moved} rounds of a size don't count: the cores were moved "

@@ -43,6 +43,7 @@ namespace pydist {
 inline constexpr std::size_t kLaneDepth = 24;  // announcements, and grants, in flight
 // Between hosts so many are heard before their sender is told; it may always announce the others.
 inline constexpr std::size_t kHeardAtATime = 8;
+static_assert(kLaneDepth - kHeardAtATime >= 15, "sixteen short ones go before anybody asks");
 inline constexpr std::size_t kMostLaneSlots = 8;
 
 // The data that rides along lies right behind it. The shortest shares its cache line.

@@ -32,13 +32,14 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, bool do_both_send, Time 
   }
   Class& its = found->second;
   if (its.is_timing) {
-    way.is_read_ = its.chooser.current() == kRead;
+    way.is_read_ = its.is_timing_read;
     return way;
   }
   const CandidateChooser::Plan plan = its.chooser.next();
   way.is_read_ = plan.candidate == kRead;
   if (plan.is_timed) {
     its.is_timing = true;
+    its.is_timing_read = way.is_read_;
     way.timed_ = &its;
     // As for the longest message of the class, so that others of it compare.
     way.scale_ = static_cast<double>(std::size_t{1} << length) / static_cast<double>(bytes);
@@ -55,9 +56,10 @@ void MessageWays::note(const Way& way, Time since, Time now) {
   }
 }
 
-void MessageWays::drop(const Way& way) noexcept {
+void MessageWays::drop(Way& way) noexcept {
   if (way.timed_ != nullptr) {
     way.timed_->is_timing = false;
+    way.timed_ = nullptr;
   }
 }
 

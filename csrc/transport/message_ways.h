@@ -24,9 +24,10 @@ class MessageWays {
  private:
   struct Class {
     CandidateChooser chooser;
-    // A message whose time is asked for is on its way: until it has come, no other one's is, so
-    // that times come in the order of the plans.
+    // A message whose time is asked for is on its way. Until it has come, no other one's is, so
+    // that times come in the order of the plans; and all go its way, so that none overtakes it.
     bool is_timing = false;
+    bool is_timing_read = false;
   };
 
  public:
@@ -53,8 +54,8 @@ class MessageWays {
   // It has come in that way. `since`: when the one before it, from the same rank, had come; they
   // take turns in the lane.
   static void note(const Way& way, Time since, Time now);
-  // It comes in another way after all.
-  static void drop(const Way& way) noexcept;
+  // It comes in another way after all, or its time would say nothing.
+  static void drop(Way& way) noexcept;
 
  private:
   // Longer ones go through the lane, whose two ends share the work: what a core's cache does not

@@ -345,7 +345,11 @@ bool Messages::take(int peer, Receive& receive) {
   }
   if (read_process_(peer, receive.address,
                     {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()})) {
-    note_come(peer, receive);
+    MessageWays::note(receive.way, {}, Deadline::Clock::now());
+    // Its sender has gone on filling the lane meanwhile.
+    for (Receive& overtaken : incoming_[static_cast<std::size_t>(peer)].matched) {
+      MessageWays::drop(overtaken.way);
+    }
     return true;
   }
   MessageWays::drop(receive.way);
@@ -354,6 +358,9 @@ bool Messages::take(int peer, Receive& receive) {
 }
 
 void Messages::note_come(int peer, const Receive& receive) {
+  if (read_process_ == nullptr || carrier_to(peer) != nullptr) {
+    return;  // there is no other way
+  }
   const MessageWays::Time now = Deadline::Clock::now();
   Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
   MessageWays::note(receive.way, lane.last_come, now);

@@ -130,7 +130,7 @@ class Messages {
     std::deque<Receive> matched;   // in the order of their grants
     std::size_t granted = 0;       // how many of them are
     std::uint64_t told_heard = 0;  // between hosts
-    MessageWays::Time last_come;   // when the last one of them had
+    MessageWays::Time last_come;   // when the last one had come through the lane
   };
 
   // The carrier, where `peer` is on another host.
@@ -158,7 +158,7 @@ class Messages {
   bool grant(int peer, Incoming& lane);
   // Chooses the way of a message, and reads it out of its sender's process if it comes that way.
   [[nodiscard]] bool take(int peer, Receive& receive);
-  // It has come, in the way that was chosen.
+  // It has come through the lane.
   void note_come(int peer, const Receive& receive);
   bool move_in(int peer, Incoming& lane);
   void finish(OnDone& on_done, int peer);

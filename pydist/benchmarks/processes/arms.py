@@ -211,7 +211,8 @@ class RooflineArm(SymmetricArm):
         room = pydist.symmetric_empty(_LINE_BYTES * (size + 1), dtype=torch.uint8, group=group)
         skipped = -room.data_ptr() % _LINE_BYTES  # the same on every rank
         lines = room[skipped:][: _LINE_BYTES * size].fill_(0).view(size, _LINE_BYTES)
-        distances = []
+        distances: list[float] = []
+        is_known = True
         for peer in range(1, size):
             pydist.barrier(group=group)
             if group.rank in (0, peer):
@@ -221,9 +222,9 @@ class RooflineArm(SymmetricArm):
                         _native.line_handover_ns(group, lines[peer], other, _HANDOVERS)
                     )
                 except (InvalidUsage, Timeout):
-                    continue  # to the barrier, where the others wait
+                    is_known = False  # and on to the barrier, where the others wait
         pydist.barrier(group=group)
-        return distances
+        return distances if is_known else []
 
     def call(self, case: Case) -> Call:
         kind = "send" if case.collective == "send_recv" else case.collective

@@ -84,11 +84,14 @@ class HostOfRanks {
 };
 
 // By which reading has turned out to be quicker, for messages of up to so many bits of length.
-inline MessageWays ways_that_read(int longest = 25) {
+inline MessageWays ways_that_read(int longest = 25, bool only_if_both_send = false) {
   // Once found out, it is not looked at again.
   MessageWays ways(
       TuningRhythm{.uses_before_first = 4, .rounds = 1, .uses_for_one_look = std::size_t{1} << 40});
   for (const bool do_both_send : {false, true}) {
+    if (only_if_both_send && !do_both_send) {
+      continue;
+    }
     for (int length = 12; length <= longest; ++length) {
       MessageWays::Time now{};
       for (int message = 0; message < 20; ++message) {

@@ -85,6 +85,36 @@ TEST(MessagesReadTest, BothWaysAreTried) {
   }
 }
 
+// Of ranks that send to each other the times are taken apart from those of one that only receives.
+TEST(MessagesReadTest, DirectionsAreToldApart) {
+  HostOfRanks host(2);
+  Reader reader;
+  const auto ways_of_exchanges = [] {
+    return ways_that_read(/*longest=*/25, /*only_if_both_send=*/true);
+  };
+  Messages one = host.join(0, reader.function(), ways_of_exchanges());
+  Messages other = host.join(1, reader.function(), ways_of_exchanges());
+  std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
+  std::vector<std::uint32_t> got_back(sent.size(), 0);
+  for (int time = 0; time < 3; ++time) {
+    one.send(1, 0, buffer(sent), ignore);
+    other.receive(0, 0, buffer(got), ignore);
+    advance_both(one, other);
+  }
+  EXPECT_EQ(reader.reads, 0) << "one way";
+  EXPECT_EQ(got, sent);
+  for (int time = 0; time < 3; ++time) {
+    one.send(1, 0, buffer(sent), ignore);
+    one.receive(1, 0, buffer(got_back), ignore);
+    other.send(0, 0, buffer(sent), ignore);
+    other.receive(0, 0, buffer(got), ignore);
+    advance_both(one, other);
+  }
+  EXPECT_GE(reader.reads, 5) << "both ways";
+  EXPECT_EQ(got_back, sent);
+}
+
 // A rank that is asleep hears of none of the grants: there is room for so many and no more.
 TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
   constexpr std::uint32_t kMessages = 3 * kLaneDepth;
