@@ -143,6 +143,11 @@ class Job:
             _refuse if communicator is None else communicator.all_reduce
         )
 
+    def take(self, membership: Membership) -> None:
+        """Makes it the one of this process."""
+        self.membership = membership
+        self.set_world(membership.communicator)
+
     @property
     def has_world(self) -> bool:
         """Whether `world` is a communicator."""

@@ -148,8 +148,7 @@ def entering() -> Iterator[None]:
 
 def become(member: Membership) -> None:
     """Makes a membership this process's."""
-    current.job.membership = member
-    current.job.set_world(member.communicator)
+    current.job.take(member)
     _native.set_rank(member.rank)
     atexit.register(_leave_at_exit)
     last_words.listen()
