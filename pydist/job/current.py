@@ -99,7 +99,7 @@ class Job:
         membership: What this process is in it; None before it has joined.
         gpus: Those that the program has chosen when it joined; None: it has not, or a launcher has.
         world: The communicator of all ranks; see `set_world`.
-        all_reduce: Its method.
+        all_reduce: Its method; see `look_up`.
         bootstrapped: Communicators for groups of other backends.
         split: Those split off others.
         of_layers: Those split off for the layers of models: one for each group, whatever the number
@@ -138,9 +138,13 @@ class Job:
     def set_world(self, communicator: _native.Communicator | None) -> None:
         """Takes the communicator of all ranks; None: there is none any more."""
         self.world = _not_joined if communicator is None else communicator
-        # Looking a method up takes a tenth of the smallest all_reduce.
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Looks up `all_reduce`, which takes a tenth of the smallest one's time: anew where the
+        class has another method of that name."""
         self.all_reduce: Callable[..., _native.Work | None] = (
-            _refuse if communicator is None else communicator.all_reduce
+            self.world.all_reduce if self.has_world else _refuse
         )
 
     def take(self, membership: Membership) -> None:

@@ -55,6 +55,12 @@ PHASES = (phases.START_UP, "forward", "backward", "step", phases.CHECKPOINT)
 _is_armed = threading.Lock()
 
 
+def _replace(kind: str, method: Callable[..., Any]) -> None:
+    """Gives communicators another method of that name."""
+    setattr(Communicator, kind, method)
+    current.job.look_up()
+
+
 class Armed:
     """Faults that wait for their places in this process.
 
@@ -117,8 +123,8 @@ class Armed:
                 self._strike([*args, *kwargs.values()], operation=kind, number=number)
             return method(communicator, *args, **kwargs)
 
-        setattr(Communicator, kind, watched)
-        self._undo.callback(setattr, Communicator, kind, method)
+        _replace(kind, watched)
+        self._undo.callback(_replace, kind, method)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not isinstance(module, DataParallel):
