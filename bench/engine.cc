@@ -301,8 +301,8 @@ void pin(int rank) {
   }
 }
 
-// Of a cache line, from the core of rank 0 to that of another one. Both are processes of their own,
-// since one that is pinned can't be pinned elsewhere.
+// Of a cache line, from the core of rank 0 to that of another one; 0 where that failed, which it
+// has said. Both are processes of their own, since one that is pinned can't be pinned elsewhere.
 double handover_to(int other) {
   constexpr std::uint64_t kTurns = 20000;
   auto* const lines = static_cast<std::byte*>(shared_memory(3 * kHandoverBytes));
@@ -310,7 +310,8 @@ double handover_to(int other) {
   for (const bool begins : {true, false}) {
     const pid_t child = ::fork();
     if (child < 0) {
-      throw system_error("fork", errno);
+      std::perror("handover: fork");
+      return 0;
     }
     if (child == 0) {
       int status = 0;
@@ -353,7 +354,7 @@ int measure_handover(int ranks) {
   for (int rank = 1; rank < cores; ++rank) {
     const double distance = handover_to(rank);
     if (distance == 0) {
-      return 1;  // it has said why
+      return 1;
     }
     farthest = std::max(farthest, distance);
   }

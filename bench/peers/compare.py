@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from programs import FOLDER, PROGRAM, ROOT, stop
+from peer_programs import FOLDER, PROGRAM, ROOT, stop
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pydist.benchmarks import machine
-from pydist.benchmarks.noise import Ratio, ratio_of
+from pydist.benchmarks.noise import Ratio, are_of_two_places, ratio_of
 from pydist.benchmarks.outputs import json_text, require_writable, write_text_whole
 from pydist.benchmarks.processes.peers import PEERS, Installation
 from pydist.benchmarks.sizes import size_text
@@ -105,10 +105,6 @@ class Program:
 class Cores:
     """How far the cores are from each other, and what was measured when."""
 
-    # So many times as far is another place. Cores that share a cache take 25 to 60 ns, others 210
-    # to 320 (Zen 5).
-    MOVED = 3
-
     def __init__(self, engine: Path, ranks: int) -> None:
         self._command = [str(engine), "handover", str(ranks)]
         # Nanoseconds that a cache line took in each round, by kind and size.
@@ -131,8 +127,7 @@ class Cores:
     def border_ns(self) -> float | None:
         """Between the cores' two places; None where they were in one all the time."""
         seen = [each for of_case in self.distances.values() for each in of_case]
-        low, high = min(seen, default=0), max(seen, default=0)
-        return (low * high) ** 0.5 if high > self.MOVED * low else None
+        return (min(seen) * max(seen)) ** 0.5 if are_of_two_places(seen) else None
 
     def rounds(self, kind: str, size: int, state: str) -> list[int]:
         """Those that met a state: "near", "apart", or "" for all."""
@@ -307,7 +302,7 @@ def measure_case(
         for program in turns:
             times.append(program.run(kind, size, args.seconds, args.timeout))
             distances.append(cores.measure_ns())
-        if max(distances) <= Cores.MOVED * min(distances):
+        if not are_of_two_places(distances):
             break
     else:
         cores.moved += 1

@@ -15,7 +15,7 @@ import sys
 import venv
 from pathlib import Path
 
-from programs import FOLDER, PROGRAM, stop
+from peer_programs import FOLDER, PROGRAM, stop
 
 from pydist.benchmarks.processes.peers import PEERS, Peer
 

@@ -139,6 +139,14 @@ def two_groups(times: Sequence[float]) -> TwoGroups | None:
     return TwoGroups(low, high, cut / count)
 
 
+def are_of_two_places(distances_ns: Sequence[float]) -> bool:
+    """Whether cores were moved between times at which a cache line took so many nanoseconds.
+
+    Cores that share a cache take 25 to 60 ns, others 210 to 320 (Zen 5).
+    """
+    return max(distances_ns, default=0) > 3 * min(distances_ns, default=0)
+
+
 def noise_of_steps(times: Sequence[float]) -> list[str]:
     """A warning where times of one and the same step are noisy."""
     if not is_noisy(times):

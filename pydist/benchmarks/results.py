@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pydist.benchmarks.machine import Machine
-from pydist.benchmarks.noise import two_groups
+from pydist.benchmarks.noise import are_of_two_places, two_groups
 from pydist.benchmarks.outputs import json_text
 from pydist.benchmarks.processes.conductor import Series
 from pydist.benchmarks.processes.ranks import LINK, ROOFLINE
@@ -16,8 +16,6 @@ from pydist.benchmarks.processes.ranks import LINK, ROOFLINE
 PROBE_BYTES = 8
 # What shows a bound, and is no way to carry a collective.
 BOUNDS = (ROOFLINE, LINK)
-# Cores that share a cache take 25 to 60 ns, others 210 to 320 (Zen 5).
-_MOVED = 3
 
 
 @dataclass(frozen=True)
@@ -153,8 +151,7 @@ class Results:
     @property
     def have_cores_moved(self) -> bool:
         """Whether cores were nearer to each other at one time than at another."""
-        seen = self.core_to_core_ns
-        return bool(seen) and max(seen) > _MOVED * min(seen)
+        return are_of_two_places(self.core_to_core_ns)
 
     @property
     def peers(self) -> list[str]:

@@ -141,8 +141,10 @@ class Job:
         self.look_up()
 
     def look_up(self) -> None:
-        """Looks up `all_reduce`, which takes a tenth of the smallest one's time: anew where the
-        class has another method of that name."""
+        """Looks the world's `all_reduce` up, since that takes a tenth of the time of a small one.
+
+        Called anew by whoever gives the class another method of that name.
+        """
         self.all_reduce: Callable[..., _native.Work | None] = (
             self.world.all_reduce if self.has_world else _refuse
         )
