@@ -23,7 +23,7 @@ namespace {
 // The largest that PYDIST_CHUNK_BYTES may be.
 constexpr std::size_t kLargestPieceBytes = std::size_t{16} << 20;
 
-// Bytes of a piece, whether stores stream, and whether there is a single copy.
+// Bytes of a piece, whether stores stream, and whether ranks read each other's memory in place.
 using Way = std::tuple<std::uint32_t, bool, bool>;
 
 struct TunedClass {
@@ -44,17 +44,15 @@ TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::s
 }
 
 Choice choice_of(const Way& way) {
-  const auto [piece_bytes, streams, single_copy] = way;
+  const auto [piece_bytes, streams, in_place] = way;
   if (piece_bytes > kLargestPieceBytes) {
     throw InvalidUsage(
         join("a way in pieces of ", piece_bytes, " bytes: at most ", kLargestPieceBytes, "."));
   }
-  return {piece_bytes, streams, single_copy};
+  return {piece_bytes, streams, in_place};
 }
 
-Way way_of(const Choice& choice) {
-  return {choice.piece_bytes, choice.streams, choice.single_copy};
-}
+Way way_of(const Choice& choice) { return {choice.piece_bytes, choice.streams, choice.in_place}; }
 
 TunedClass tuned_class(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes,
                        const Way& way, const std::vector<std::pair<Way, double>>& times_us) {
@@ -106,7 +104,7 @@ void bind_tuning(py::module_& module) {
           "kind", [](const TunedClass& self) { return std::string(to_string(self.key.kind)); })
       .def_property_readonly(
           "memory", [](const TunedClass& self) { return std::string(to_string(self.key.memory)); },
-          "ordinary, converted (elements travel in another type) or symmetric.")
+          "ordinary, converted (elements travel in another type), symmetric or shared.")
       .def_property_readonly("ranks", [](const TunedClass& self) { return self.key.ranks; })
       .def_property_readonly(
           "bytes", [](const TunedClass& self) { return top_of(self.key.size_class); },
@@ -115,7 +113,7 @@ void bind_tuning(py::module_& module) {
           "way", [](const TunedClass& self) { return way_of(self.entry.choice); },
           "What a rank moves through transit memory at a time, 0 where nothing goes in pieces; "
           "whether results are stored past the caches; and whether ranks read each other's memory "
-          "through the kernel.")
+          "in place, ordinary memory through the kernel.")
       .def_property_readonly(
           "times_us",
           [](const TunedClass& self) {

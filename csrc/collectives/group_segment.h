@@ -112,13 +112,14 @@ inline constexpr std::size_t kPostBodyBytes = sizeof(Post) - sizeof(Counter);
 
 // What the rank that chooses for all says of the way that data takes (shared_memory/tuning.h).
 struct TuningWord {
-  enum class Next : std::uint8_t { kAsBefore, kAhead, kInPieces, kSingleCopy };
+  enum class Next : std::uint8_t { kAsBefore, kAhead, kInPieces, kInPlace };
 
   std::uint32_t piece_bytes = 0;  // that a round of this operation moves
   std::uint8_t streams = 0;       // 1: results are stored past the caches
   // How ranks give their data in the next operation of this kind, root and size class.
   Next next = Next::kAsBefore;
   std::uint8_t size_class = 0;
+  std::uint8_t is_of_shared = 0;  // 1: `next` is about data in the ranks' allocation heaps
 };
 
 // What only some operations need.

@@ -11,9 +11,6 @@ namespace {
 // Candidates of a chooser.
 constexpr std::size_t kLane = 0;
 constexpr std::size_t kRead = 1;
-// Up to 2 MiB a message finds in the caches what the one before it has left there; see
-// CandidateChooser.
-constexpr int kLongestWarmedClass = 21;
 
 }  // namespace
 
@@ -26,7 +23,6 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, bool do_both_send, Time 
   auto found = classes_.find({do_both_send, length});
   if (found == classes_.end()) {
     CandidateChooser chooser(/*count=*/2, /*usual=*/kLane,
-                             /*warms_up=*/length <= kLongestWarmedClass,
                              /*seed=*/static_cast<std::uint64_t>(length), *rhythm_);
     found = classes_.emplace(std::pair(do_both_send, length), Class{std::move(chooser)}).first;
   }

@@ -1,6 +1,7 @@
 #include "tuning/candidate_chooser.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 namespace pydist {
@@ -8,11 +9,17 @@ namespace {
 
 // See Note [What trying may cost].
 constexpr double kUsesForOneTry = 256;
-// A candidate replaces the current one where its median is at most this part of the other's,
+constexpr std::size_t kUsesForOneTime = 2;
+// A candidate replaces the current one where its median is at most this part of the other's, and
+// more of the pairs of their times say the same than equal candidates reach by chance: half, and so
+// many standard deviations of Mann and Whitney's statistic, whatever the distribution of the times.
 constexpr double kBetter = 0.95;
-// and so many of the pairs of their times say the same. With 7 times each, equal candidates come as
-// far by chance less than once in 100 sessions, whatever the distribution of their times.
-constexpr double kAgreeing = 0.88;
+constexpr double kDeviations = 2.4;
+// One whose median is at most this part, but not by so many pairs, comes to a runoff with the
+// current one, which takes so many times the rounds of a session. It is judged by its own times:
+// the best of many in a few noisy rounds is often only the luckiest.
+constexpr double kWorthARunoff = 0.9;
+constexpr std::size_t kRunoffLength = 2;
 // The current way has changed where the median of its last times is so many times another.
 constexpr double kOtherState = 1.3;
 constexpr std::size_t kTimesSeen = 5;
@@ -28,11 +35,10 @@ double median_of(std::vector<double> times) {
 
 }  // namespace
 
-CandidateChooser::CandidateChooser(std::size_t count, std::size_t usual, bool warms_up,
-                                   std::uint64_t seed, const TuningRhythm& rhythm)
+CandidateChooser::CandidateChooser(std::size_t count, std::size_t usual, std::uint64_t seed,
+                                   const TuningRhythm& rhythm)
     : rhythm_(rhythm),
-      warms_up_(warms_up),
-      session_cost_(static_cast<double>((count - 1) * rhythm.rounds * (warms_up ? 2 : 1))),
+      session_cost_(static_cast<double>((count - 1) * rhythm.rounds * kUsesForOneTime)),
       random_(seed * 2 + 1),
       current_(usual),
       is_in_(count),
@@ -104,6 +110,7 @@ void CandidateChooser::begin_session() {
   phase_ = Phase::kSession;
   credit_before_ = credit_;
   round_ = 0;
+  is_runoff_ = false;
   has_changed_ = false;
   script_.clear();
   is_in_.assign(is_in_.size(), true);
@@ -113,12 +120,23 @@ void CandidateChooser::begin_session() {
 }
 
 void CandidateChooser::plan_round() {
-  if (round_ >= kRoundsBeforeDropping) {
+  if (round_ >= kRoundsBeforeDropping && !is_runoff_) {
     drop_hopeless();
   }
-  if (round_ == rhythm_.rounds || std::count(is_in_.begin(), is_in_.end(), true) == 1) {
-    phase_ = Phase::kEnding;
-    return;
+  if (round_ == rhythm_.rounds * (is_runoff_ ? kRunoffLength : 1) ||
+      std::count(is_in_.begin(), is_in_.end(), true) == 1) {
+    const std::optional<std::size_t> rival = is_runoff_ ? std::nullopt : undecided_rival();
+    if (!rival) {
+      phase_ = Phase::kEnding;
+      return;
+    }
+    is_runoff_ = true;
+    round_ = 0;
+    is_in_.assign(is_in_.size(), false);
+    for (const std::size_t candidate : {current_, *rival}) {
+      is_in_[candidate] = true;
+      times_[candidate].clear();
+    }
   }
   ++round_;
   std::vector<std::size_t> order;
@@ -133,9 +151,7 @@ void CandidateChooser::plan_round() {
   }
   for (const std::size_t candidate : order) {
     script_.push_back({candidate, /*is_timed=*/true});
-    if (warms_up_) {
-      script_.push_back({candidate, /*is_timed=*/false});
-    }
+    script_.push_back({candidate, /*is_timed=*/false});
   }
 }
 
@@ -156,6 +172,27 @@ void CandidateChooser::drop_hopeless() {
   }
 }
 
+std::optional<std::size_t> CandidateChooser::undecided_rival() const {
+  if (times_[current_].empty()) {
+    return std::nullopt;
+  }
+  std::optional<std::size_t> rival;
+  double least = kWorthARunoff * median_of(times_[current_]);
+  for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
+    if (candidate == current_ || !is_in_[candidate] || times_[candidate].empty()) {
+      continue;
+    }
+    if (is_better(candidate)) {
+      return std::nullopt;
+    }
+    if (const double median = median_of(times_[candidate]); median <= least) {
+      least = median;
+      rival = candidate;
+    }
+  }
+  return rival;
+}
+
 bool CandidateChooser::is_better(std::size_t candidate) const {
   const std::vector<double>& own = times_[candidate];
   const std::vector<double>& others = times_[current_];
@@ -164,9 +201,11 @@ bool CandidateChooser::is_better(std::size_t candidate) const {
     agreeing += static_cast<std::size_t>(
         std::count_if(others.begin(), others.end(), [time](double other) { return time < other; }));
   }
+  const auto pairs = static_cast<double>(own.size() * others.size());
+  const double deviation =
+      std::sqrt(static_cast<double>(own.size() + others.size() + 1) / (12 * pairs));
   return median_of(own) <= kBetter * median_of(others) &&
-         static_cast<double>(agreeing) >=
-             kAgreeing * static_cast<double>(own.size() * others.size());
+         static_cast<double>(agreeing) >= std::min(0.5 + kDeviations * deviation, 1.0) * pairs;
 }
 
 void CandidateChooser::charge_slow_ones() {
@@ -185,7 +224,7 @@ void CandidateChooser::charge_slow_ones() {
   for (std::size_t candidate = 0; candidate < times_.size(); ++candidate) {
     const std::vector<double>& times = times_[candidate];
     if (candidate != current_ && !times.empty()) {
-      const double uses = static_cast<double>(times.size()) * (warms_up_ ? 2 : 1);
+      const double uses = static_cast<double>(times.size() * kUsesForOneTime);
       // The plan has charged each use with one.
       credit_ -= uses * std::max(median_of(times) / known - 2, 0.0);
     }

@@ -2,7 +2,8 @@
 //
 // Whoever does it again and again asks next() each time for the way to go, and tells note() how
 // long that took where the plan says so. The chooser holds *sessions*: in one, all candidates take
-// turns in an order drawn anew for each round, and their medians are compared at its end. One is
+// turns in an order drawn anew for each round, and their times are compared at its end; where those
+// differ too much among themselves to tell, the best two go on. One is
 // held in the beginning; one as soon as the way in use takes another time than before; and one now
 // and then, since another way may have become faster without that.
 //
@@ -45,9 +46,9 @@ class CandidateChooser {
   };
 
   // Of `count` candidates, two or more; `usual` is used until another one has been found better.
-  // `warms_up`: each time is taken from the second of two uses in a row, since the first finds in
-  // the caches what another candidate has left there.
-  CandidateChooser(std::size_t count, std::size_t usual, bool warms_up, std::uint64_t seed,
+  // Each time is taken from the second of two uses in a row, since the first finds in the caches
+  // what another candidate has left there.
+  CandidateChooser(std::size_t count, std::size_t usual, std::uint64_t seed,
                    const TuningRhythm& rhythm);
 
   // For the next use. A time may be noted up to one plan later.
@@ -86,10 +87,11 @@ class CandidateChooser {
   void judge();
   void watch(double time);
   [[nodiscard]] bool is_better(std::size_t candidate) const;
+  // Of the round that ends: who leads the current one by a lot, where none does beyond doubt.
+  [[nodiscard]] std::optional<std::size_t> undecided_rival() const;
   [[nodiscard]] std::size_t draw(std::size_t below) noexcept;
 
   const TuningRhythm rhythm_;
-  const bool warms_up_;
   const double session_cost_;  // uses of a session that go another way than the current one
   std::uint64_t random_;
   std::size_t current_;
@@ -101,6 +103,7 @@ class CandidateChooser {
   // Of the session under way, or of the last one.
   double credit_before_ = 0;
   std::size_t round_ = 0;
+  bool is_runoff_ = false;
   std::vector<Plan> script_;  // of the round, in reverse
   std::vector<bool> is_in_;   // by candidate
   std::vector<std::vector<double>> times_;

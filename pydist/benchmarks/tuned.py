@@ -7,7 +7,7 @@ from pydist import _native
 from pydist.benchmarks.collective_cases import Case
 from pydist.benchmarks.sizes import size_text
 
-# Bytes of a piece, whether stores stream, and whether there is a single copy.
+# Bytes of a piece, whether stores stream, and whether ranks read each other's memory in place.
 Way = tuple[int, bool, bool]
 
 
@@ -36,12 +36,14 @@ def tuned_of(each: _native.TunedClass) -> Tuned:
 
 def way_text(way: Way, memory: str) -> str:
     """ "one shot", "pieces of 128 KiB", "pieces of 512 KiB, streaming stores"."""
-    piece_bytes, streams, single_copy = way
-    if single_copy:
-        return "single copies"
+    piece_bytes, streams, in_place = way
     if memory == "symmetric":
         return "streaming stores" if streams else "cached stores"
+    if in_place and memory != "shared":
+        return "single copies"
     text = f"pieces of {size_text(piece_bytes)}" if piece_bytes else "one shot"
+    if in_place:
+        text = "in place"
     return f"{text}, streaming stores" if streams else text
 
 
@@ -62,7 +64,7 @@ def tuned_for(case: Case, memory: str, of_ranks: Sequence[Sequence[Tuned]]) -> T
 
     Args:
         case: it.
-        memory: where its buffers lie: "ordinary" or "symmetric".
+        memory: where its buffers lie: "ordinary", "symmetric" or "shared".
         of_ranks: what each rank knows, in rank order.
     """
     wanted = (case.collective, memory, case.ranks, class_bytes(case))

@@ -26,7 +26,7 @@ inline CommunicatorPtr join_restless(const RankOfTest& self, const Environment& 
   return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
 }
 
-// Bytes of a piece (0: one shot), whether stores stream, and whether there is a single copy.
+// Bytes of a piece (0: one shot), whether stores stream, and whether ranks read in place.
 using Way = std::tuple<std::uint32_t, bool, bool>;
 
 // What this process has timed, by kind and memory. A root is timed only where all others wait.
@@ -35,8 +35,7 @@ inline std::map<std::pair<OpKind, TunedMemory>, std::set<Way>> timed(int ranks) 
   for (const auto& [key, entry] : TuningTable::of_process().entries()) {
     for (const auto& [choice, time_us] : entry.times_us) {
       if (key.ranks == ranks && time_us > 0) {
-        found[{key.kind, key.memory}].insert(
-            {choice.piece_bytes, choice.streams, choice.single_copy});
+        found[{key.kind, key.memory}].insert({choice.piece_bytes, choice.streams, choice.in_place});
       }
     }
   }

@@ -14,7 +14,7 @@
 
 #include "collectives/ring.h"
 #include "collectives/shared_memory/route.h"
-#include "memory/allocation_heap.h"
+#include "heap_of_cases.h"
 #include "memory/shared_segment.h"
 #include "ranks.h"
 
@@ -22,47 +22,6 @@ namespace pydist::testing {
 namespace {
 
 constexpr std::size_t kHeapBytes = std::size_t{12} << 20;
-
-// What a rank's buffers lie in, where it is not ordinary memory.
-class HeapOfCases {
- public:
-  HeapOfCases(const RankOfTest& self, Placement placement) {
-    const bool has_symmetric = placement == Placement::kHeap || placement == Placement::kMixed ||
-                               placement == Placement::kBothHeaps;
-    if (has_symmetric) {
-      symmetric_ = self.communicator->allocate(kHeapBytes, Device{});
-    }
-    if (placement == Placement::kOrdinary ||
-        (has_symmetric && placement != Placement::kBothHeaps)) {
-      return;
-    }
-    // Null in a world of one.
-    shared_ = self.communicator->share_allocations(2 * kHeapBytes, "");
-    if (shared_ && (placement != Placement::kBothHeaps || self.rank % 2 != 0)) {
-      block_ = shared_->allocate(kHeapBytes);
-    }
-  }
-  HeapOfCases(const HeapOfCases&) = delete;
-  HeapOfCases& operator=(const HeapOfCases&) = delete;
-  ~HeapOfCases() {
-    if (block_ != nullptr) {
-      shared_->release(block_);
-    }
-  }
-
-  [[nodiscard]] std::span<std::byte> bytes() const {
-    if (block_ != nullptr) {
-      return {block_, kHeapBytes};
-    }
-    return symmetric_ ? std::span(static_cast<std::byte*>(symmetric_->data()), symmetric_->bytes())
-                      : std::span<std::byte>();
-  }
-
- private:
-  MemoryPtr symmetric_;
-  std::shared_ptr<AllocationHeap> shared_;
-  std::byte* block_ = nullptr;
-};
 
 }  // namespace
 
@@ -101,7 +60,7 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   run_ranks(
       size,
       [&](RankOfTest& self) {
-        const HeapOfCases heap(self, placement);
+        const HeapOfCases heap(*self.communicator, self.rank, placement, kHeapBytes);
         CaseBuffers buffers(heap.bytes());
         for (const PreparedCase& each : prepared) {
           Operation operation = buffers.lay_out(each, self.rank, placement);

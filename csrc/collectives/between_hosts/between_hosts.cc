@@ -19,7 +19,7 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
   if (is_eager) {
     co_await group.may_deposit_first();
   }
-  fill_post(group, call, offer);
+  fill_post(group, call, {offer});
   group.publish_post(is_eager ? packed_bytes(group, call) : 0);
   // Everybody waits for everybody, also in the kinds in which only a root has something to say: so
   // nobody has to tell other hosts what it has completed, see Note [Reuse].

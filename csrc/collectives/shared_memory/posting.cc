@@ -25,12 +25,13 @@ TuningWord copy_of_word(const TuningWord& shared) noexcept {
 // Note [One line at once]: peers that are early look at the line of this rank's next post all the
 // time, and each look takes it away from this core. So the stores to it come last and close
 // together, or the line travels several times.
-void fill_post(Group& group, const Call& call, Offer offer) {
+void fill_post(Group& group, const Call& call, Given given) {
+  const Offer offer = given.offer;
   Tuning* const tuning = group.tuning();
   const bool chooses = tuning != nullptr && tuning->chooses(call);
   std::optional<TuningWord> word;
   if (chooses) {
-    word = tuning->begin(call, offer);
+    word = tuning->begin(call, given.memory);
   }
   if (!is_ahead(offer) && offer != Offer::kInPieces) {
     const PostDetail places = places_of(group, call, offer);

@@ -14,7 +14,7 @@ namespace pydist {
 
 // Fills in this rank's post, and the slot if its data goes there. Precondition: both may be
 // written.
-void fill_post(Group& group, const Call& call, Offer offer);
+void fill_post(Group& group, const Call& call, Given given);
 
 // A root has nothing to learn from the others: it writes and goes.
 [[nodiscard]] inline bool waits_for_posts(const Group& group, const Call& call) noexcept {

@@ -52,18 +52,11 @@ bool usually_goes_ahead(const Group& group, const Call& call, std::size_t bytes)
   return bytes <= limit_of(group, call.kind);
 }
 
-// Two ranks combine what is staged in lines that they have read last (decision 11). Reading each
-// other's buffers is quicker once those no longer fit into a core's cache.
-bool is_quicker_staged(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  constexpr std::size_t kCachedBytes = std::size_t{1} << 20;
-  return group.size() == 2 && call.kind == OpKind::kAllReduce && bytes <= kCachedBytes;
-}
-
-// How this rank gives data that no heap holds: ahead, in pieces, or by letting others read it.
-Offer way_of_ordinary(const Group& group, const Call& call, std::size_t bytes) noexcept {
-  const Offer way = usually_goes_ahead(group, call, bytes) ? Offer::kEager : Offer::kInPieces;
+// As the rank that chooses has said, or else as is `usual`.
+Offer agreed_way(const Group& group, const Call& call, TunedMemory memory, std::size_t bytes,
+                 Offer usual) noexcept {
   const Tuning* const tuning = group.tuning();
-  return tuning == nullptr ? way : tuning->agreed_way(call, bytes, way);
+  return tuning == nullptr ? usual : tuning->agreed_way(call, memory, bytes, usual);
 }
 
 // What data that rides in a post is offered as; nothing where it does not fit.
@@ -194,31 +187,33 @@ Blocks contributed_blocks(const Group& group, const Call& call) noexcept {
   }
 }
 
-Offer offered_route(const Group& group, const Call& call) noexcept {
+Given offered_route(const Group& group, const Call& call) noexcept {
   const std::size_t bytes = contributed_bytes(group, call);
   if (const std::optional<Offer> offer = inline_offer(bytes)) {
-    return *offer;
+    return {*offer};
   }
-  const Offer way = way_of_ordinary(group, call, bytes);
-  if (way == Offer::kEager && bytes <= kEagerBytes) {
-    return Offer::kEager;
+  const bool is_usually_ahead = usually_goes_ahead(group, call, bytes);
+  if (is_usually_ahead && bytes <= kEagerBytes) {
+    return {Offer::kEager};
   }
-  // Nothing travels between buffers that everybody sees, so nothing would be rounded on the way;
-  // but where a buffer lies must not decide about a result.
-  if (call.wire_dtype == call.dtype) {
-    if (is_whole(places_on_heap(group, call))) {
-      return Offer::kSymmetric;
-    }
-    // What goes ahead is read by then, and nobody has to wait until others have read it. Nor where
-    // the tuner tries, or has chosen, another way for what usually goes ahead: that is one of
-    // ordinary data.
-    if (way != Offer::kEager && !usually_goes_ahead(group, call, bytes) &&
-        !is_quicker_staged(group, call, bytes) && is_whole(places_in_allocations(group, call))) {
-      return Offer::kShared;
-    }
+  const auto way_of = [&](TunedMemory memory, Offer of_large) {
+    return agreed_way(group, call, memory, bytes, is_usually_ahead ? Offer::kEager : of_large);
+  };
+  if (call.wire_dtype != call.dtype) {
+    // Nothing travels between buffers that everybody sees, so nothing would be rounded on the way;
+    // but where a buffer lies must not decide about a result.
+    return {way_of(TunedMemory::kConverted, Offer::kInPieces), TunedMemory::kConverted};
   }
-  return way == Offer::kInItsProcess && !is_whole(places_in_process(group, call)) ? Offer::kInPieces
-                                                                                  : way;
+  if (is_whole(places_on_heap(group, call))) {
+    return {Offer::kSymmetric, TunedMemory::kSymmetric};
+  }
+  if (is_whole(places_in_allocations(group, call))) {
+    return {way_of(TunedMemory::kShared, Offer::kShared), TunedMemory::kShared};
+  }
+  const Offer way = way_of(TunedMemory::kOrdinary, Offer::kInPieces);
+  return {way == Offer::kInItsProcess && !is_whole(places_in_process(group, call))
+              ? Offer::kInPieces
+              : way};
 }
 
 bool is_waited_for(const Group& group, const Call& call) noexcept {

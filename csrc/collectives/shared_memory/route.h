@@ -8,6 +8,7 @@
 
 #include "collectives/call.h"
 #include "collectives/group.h"
+#include "collectives/shared_memory/tuning_candidates.h"
 #include "collectives/wire.h"
 
 namespace pydist {
@@ -40,9 +41,15 @@ enum class Route { kInline, kOneShot, kPipelined, kSymmetric, kShared, kSingleCo
 // kind can use, or others read, does lie there, and stays as it is until all have read it.
 [[nodiscard]] PostDetail places_of(const Group& group, const Call& call, Offer offer) noexcept;
 
+// How a rank gives its data, and in which memory that lies for the tuner.
+struct Given {
+  Offer offer;
+  TunedMemory memory = TunedMemory::kOrdinary;
+};
+
 // What this rank offers; kOnHostHeap in no case. kInItsProcess only where is_waited_for() and
 // is_readable() say so besides.
-[[nodiscard]] Offer offered_route(const Group& group, const Call& call) noexcept;
+[[nodiscard]] Given offered_route(const Group& group, const Call& call) noexcept;
 
 // The same in a group that spans hosts: inline, eager, on the heap of the host, or in pieces.
 [[nodiscard]] Offer offered_to_hosts(const Group& group, const Call& call) noexcept;

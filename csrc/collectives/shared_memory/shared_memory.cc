@@ -16,16 +16,16 @@ namespace pydist {
 Task run_shared_memory(Group& group, Call call, bool is_posted) {
   Collective run(group, call);
   if (!is_posted) {
-    Offer offer = offered_route(group, call);
+    Given given = offered_route(group, call);
     co_await group.may_post();
-    if (offer == Offer::kInItsProcess &&
+    if (given.offer == Offer::kInItsProcess &&
         !(is_waited_for(group, call) && is_readable(group, call))) {
-      offer = Offer::kInPieces;
+      given.offer = Offer::kInPieces;
     }
-    if (group.size() > 1 && offer == Offer::kEager) {
+    if (group.size() > 1 && given.offer == Offer::kEager) {
       co_await group.may_deposit_first();
     }
-    fill_post(group, call, offer);
+    fill_post(group, call, given);
     group.publish_post();
   }
   if (waits_for_posts(group, call)) {

@@ -27,10 +27,10 @@ bool comes_true(Condition condition, unsigned looks) noexcept {
 }  // namespace
 
 AtOnce::AtOnce(Group& group, const Call& call) noexcept
-    : group_(group), call_(call), offer_(offered_route(group, call)) {}
+    : group_(group), call_(call), given_(offered_route(group, call)) {}
 
 bool AtOnce::may_post(unsigned looks) noexcept {
-  if (!is_inline(offer_) && offer_ != Offer::kEager) {
+  if (!is_ahead(given_.offer)) {
     return false;
   }
   if (!group_.next_may_post()) {
@@ -39,7 +39,7 @@ bool AtOnce::may_post(unsigned looks) noexcept {
     }
     group_.note_completed();
   }
-  if (!is_inline(offer_) && !group_.next_may_deposit()) {
+  if (!is_inline(given_.offer) && !group_.next_may_deposit()) {
     if (!comes_true(group_.until_next_may_deposit(), looks)) {
       return false;
     }
@@ -49,7 +49,7 @@ bool AtOnce::may_post(unsigned looks) noexcept {
 }
 
 void AtOnce::post() {
-  fill_post(group_, call_, offer_);
+  fill_post(group_, call_, given_);
   // A fence at once would only wait until the post is out.
   group_.publish_post_quietly();
 }

@@ -12,6 +12,7 @@
 
 #include "collectives/call.h"
 #include "collectives/group.h"
+#include "collectives/shared_memory/route.h"
 
 namespace pydist {
 
@@ -33,7 +34,7 @@ class AtOnce {
  private:
   Group& group_;
   const Call& call_;
-  const Offer offer_;
+  const Given given_;
 };
 
 }  // namespace pydist

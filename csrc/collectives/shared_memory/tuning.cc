@@ -5,34 +5,34 @@
 namespace pydist {
 namespace {
 
-// Where a class has no more than so many bytes, an operation finds in the caches what the one
-// before it has left of the slots; see CandidateChooser on warming up.
-constexpr int kLargestWarmedClass = 21;  // 2 MiB
-
 std::uint64_t code_of(const Call& call, TunedMemory memory, int size_class) noexcept {
   return std::uint64_t{1} << 63 | static_cast<std::uint64_t>(call.root) << 24 |
          static_cast<std::uint64_t>(call.kind) << 16 | static_cast<std::uint64_t>(memory) << 8 |
          static_cast<std::uint64_t>(size_class);
 }
 
-TunedMemory memory_of(const Call& call) noexcept {
-  return call.wire_dtype == call.dtype ? TunedMemory::kOrdinary : TunedMemory::kConverted;
+// That a word is about.
+TunedMemory memory_of(const Call& call, const TuningWord& word) noexcept {
+  if (call.wire_dtype != call.dtype) {
+    return TunedMemory::kConverted;
+  }
+  return word.is_of_shared != 0 ? TunedMemory::kShared : TunedMemory::kOrdinary;
 }
 
 TuningWord::Next next_of(const Choice& choice) noexcept {
-  if (choice.single_copy) {
-    return TuningWord::Next::kSingleCopy;
+  if (choice.in_place) {
+    return TuningWord::Next::kInPlace;
   }
   return choice.piece_bytes == 0 ? TuningWord::Next::kAhead : TuningWord::Next::kInPieces;
 }
 
 // Precondition: not kAsBefore.
-Offer offer_after(TuningWord::Next next) noexcept {
+Offer offer_after(TuningWord::Next next, TunedMemory memory) noexcept {
   switch (next) {
     case TuningWord::Next::kAhead:
       return Offer::kEager;
-    case TuningWord::Next::kSingleCopy:
-      return Offer::kInItsProcess;
+    case TuningWord::Next::kInPlace:
+      return memory == TunedMemory::kShared ? Offer::kShared : Offer::kInItsProcess;
     default:
       return Offer::kInPieces;
   }
@@ -74,8 +74,9 @@ Tuning::Class& Tuning::class_of(const Call& call, TunedMemory memory, int size_c
   return *last_;
 }
 
-std::optional<Offer> Tuning::heard_way(const Call& call, std::size_t bytes) const noexcept {
-  const std::uint64_t code = code_of(call, memory_of(call), size_class_of(bytes));
+std::optional<Offer> Tuning::heard_way(const Call& call, TunedMemory memory,
+                                       std::size_t bytes) const noexcept {
+  const std::uint64_t code = code_of(call, memory, size_class_of(bytes));
   if (code == last_code_) {
     return last_->way;
   }
@@ -86,7 +87,7 @@ std::optional<Offer> Tuning::heard_way(const Call& call, std::size_t bytes) cons
 bool Tuning::is_sound(const Call& call, const TuningWord& word) const noexcept {
   return takes_part(call.kind) && is_a_piece(word.piece_bytes, limits_.chunk_bytes, ranks_) &&
          word.size_class != 0 && word.size_class <= kLargestSizeClass && word.streams <= 1 &&
-         is_a_way(call, word);
+         word.is_of_shared <= 1 && is_a_way(call, word);
 }
 
 // No rank may rely on another one to be able to do what it can't.
@@ -97,15 +98,17 @@ bool Tuning::is_a_way(const Call& call, const TuningWord& word) const noexcept {
       return true;
     case TuningWord::Next::kAhead:
       return top_of(word.size_class) <= most_ahead_;
-    case TuningWord::Next::kSingleCopy:
-      return limits_.reads_processes && has_single_copy(call.kind);
+    case TuningWord::Next::kInPlace:
+      return memory_of(call, word) == TunedMemory::kShared ||
+             (limits_.reads_processes && has_single_copy(call.kind));
   }
   return false;
 }
 
 void Tuning::hear(const Call& call, const TuningWord& word) {
   if (word.next != TuningWord::Next::kAsBefore) {
-    class_of(call, memory_of(call), word.size_class).way = offer_after(word.next);
+    const TunedMemory memory = memory_of(call, word);
+    class_of(call, memory, word.size_class).way = offer_after(word.next, memory);
   }
 }
 
@@ -128,7 +131,6 @@ void Tuning::make_known(Class& its) {
   its.is_from_table = start != its.choices.end();
   its.chooser.emplace(its.choices.size(),
                       its.is_from_table ? static_cast<std::size_t>(start - its.choices.begin()) : 0,
-                      /*warms_up=*/its.key.size_class <= kLargestWarmedClass,
                       static_cast<std::uint64_t>(its.key.size_class) * 12 +
                           static_cast<std::uint64_t>(its.key.kind),
                       rhythm_);
@@ -151,8 +153,7 @@ void Tuning::tell(Class& its) {
   table_.put(its.key, std::move(entry));
 }
 
-std::optional<TuningWord> Tuning::choose(const Call& call, std::size_t bytes, Offer offer) {
-  const TunedMemory memory = offer == Offer::kSymmetric ? TunedMemory::kSymmetric : memory_of(call);
+std::optional<TuningWord> Tuning::choose(const Call& call, TunedMemory memory, std::size_t bytes) {
   Class& its = class_of(call, memory, size_class_of(bytes));
   if (!its.is_known) {
     make_known(its);
@@ -200,9 +201,10 @@ std::optional<TuningWord> Tuning::word_of(const Class& its) const {
   word.size_class = static_cast<std::uint8_t>(its.key.size_class);
   if (its.has_ways) {
     const TuningWord::Next next = next_of(its.choices[its.planned.candidate]);
-    if (its.way != offer_after(next)) {
+    if (its.way != offer_after(next, its.key.memory)) {
       word.next = next;
     }
+    word.is_of_shared = its.key.memory == TunedMemory::kShared ? 1 : 0;
   }
   // Without a word, pieces are chunks, and stores as they are usual for the very size.
   const bool says_what_is_so = word.piece_bytes == limits_.chunk_bytes && !its.has_stores &&
@@ -220,8 +222,9 @@ bool Tuning::is_timed(Route route) const noexcept {
   switch (next_of(running_->choices[plan_.candidate])) {
     case TuningWord::Next::kAhead:
       return route == Route::kOneShot;
-    case TuningWord::Next::kSingleCopy:
-      return route == Route::kSingleCopy;
+    case TuningWord::Next::kInPlace:
+      return route ==
+             (running_->key.memory == TunedMemory::kShared ? Route::kShared : Route::kSingleCopy);
     default:
       return route == Route::kPipelined;
   }

@@ -6,10 +6,10 @@
 // pieces are. The choice travels in that rank's post (TuningWord), in two ways:
 //   - Pieces and stores matter only once all posts have been seen (of a one-to-all kind: the
 //     root's). So they are those of the very operation.
-//   - Whether a rank gives its data ahead, in one shot, in pieces, or lets others read it through
-//     the kernel, it decides before it sees any post. So the post says how it will be in the next
-//     operation of the same kind, class and root: every rank has seen this post when it begins that
-//     one, since it runs the operations one by one. Ranks whose blocks differ may be of different
+//   - Whether a rank gives its data ahead, in one shot, in pieces, or lets others read it in place,
+//     it decides before it sees any post. So the post says how it will be in the next operation of
+//     the same kind, class and root: every rank has seen this post when it begins that one, since
+//     it runs the operations one by one. Ranks whose blocks or memories differ may be of different
 //     classes and decide each by itself: then all take one way (agreed_route()), and nothing is
 //     measured unless it is the one that was to be.
 //
@@ -45,10 +45,12 @@ class Tuning {
          TuningTable& table);
 
   // -- every rank ---------------------------------------------------------------------------
-  // How this rank gives so many bytes: kEager, kInPieces or kInItsProcess, and as is `usual` where
-  // nothing has been agreed. Allocates nothing for a class that no word has named yet.
-  [[nodiscard]] Offer agreed_way(const Call& call, std::size_t bytes, Offer usual) const noexcept {
-    return is_tuned(bytes) ? heard_way(call, bytes).value_or(usual) : usual;
+  // How this rank gives so many bytes: kEager, kInPieces, kShared or kInItsProcess, and as is
+  // `usual` where nothing has been agreed. Allocates nothing for a class that no word has named
+  // yet.
+  [[nodiscard]] Offer agreed_way(const Call& call, TunedMemory memory, std::size_t bytes,
+                                 Offer usual) const noexcept {
+    return is_tuned(bytes) ? heard_way(call, memory, bytes).value_or(usual) : usual;
   }
   // Whether a word of the rank that chooses makes sense.
   [[nodiscard]] bool is_sound(const Call& call, const TuningWord& word) const noexcept;
@@ -57,13 +59,11 @@ class Tuning {
 
   // -- the rank that chooses ----------------------------------------------------------------
   [[nodiscard]] bool chooses(const Call& call) const noexcept { return rank_ == call.root; }
-  // Begins an operation that is posted with `offer`. The word for the post, if there is
-  // something to say.
-  [[nodiscard]] std::optional<TuningWord> begin(const Call& call, Offer offer) {
+  // Begins an operation on data in `memory`. The word for the post, if there is something to say.
+  [[nodiscard]] std::optional<TuningWord> begin(const Call& call, TunedMemory memory) {
     running_ = nullptr;
-    // There is no choice for what others read in an allocation heap.
-    const std::size_t bytes = offer == Offer::kShared ? 0 : tuned_bytes(call);
-    return is_tuned(bytes) ? choose(call, bytes, offer) : std::nullopt;
+    const std::size_t bytes = tuned_bytes(call);
+    return is_tuned(bytes) ? choose(call, memory, bytes) : std::nullopt;
   }
   // This rank has given ahead what it gives ahead.
   void note_given() {
@@ -105,9 +105,11 @@ class Tuning {
   [[nodiscard]] Class& class_of(const Call& call, TunedMemory memory, int size_class);
   void make_known(Class& its);
   void tell(Class& its);
-  [[nodiscard]] std::optional<Offer> heard_way(const Call& call, std::size_t bytes) const noexcept;
+  [[nodiscard]] std::optional<Offer> heard_way(const Call& call, TunedMemory memory,
+                                               std::size_t bytes) const noexcept;
   [[nodiscard]] std::optional<TuningWord> word_of(const Class& its) const;
-  [[nodiscard]] std::optional<TuningWord> choose(const Call& call, std::size_t bytes, Offer offer);
+  [[nodiscard]] std::optional<TuningWord> choose(const Call& call, TunedMemory memory,
+                                                 std::size_t bytes);
 
   const int rank_;
   const int ranks_;

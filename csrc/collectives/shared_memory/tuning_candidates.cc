@@ -61,7 +61,7 @@ std::vector<Choice> candidates_for(const TuningKey& key, const TuningLimits& lim
   // Conversions have one kind of store, as have sums out of slots.
   const bool has_hints =
       key.memory == TunedMemory::kSymmetric ||
-      (key.memory == TunedMemory::kOrdinary && key.kind != OpKind::kReduceScatter);
+      (key.memory != TunedMemory::kConverted && key.kind != OpKind::kReduceScatter);
   std::vector<bool> hints = {streams};
   if (has_hints && result >= kLeastOpenResult && result <= kLargestOpenResult) {
     hints.push_back(!streams);
@@ -95,9 +95,24 @@ std::vector<Choice> candidates_for(const TuningKey& key, const TuningLimits& lim
       choices.push_back({piece, hint});
     }
   }
-  if (limits.reads_processes && key.memory == TunedMemory::kOrdinary && has_single_copy(key.kind) &&
-      pieces != std::vector<std::uint32_t>{0}) {
-    choices.push_back({.piece_bytes = 0, .streams = streams, .single_copy = true});
+  if (key.memory == TunedMemory::kSymmetric || pieces == std::vector<std::uint32_t>{0}) {
+    return choices;
+  }
+  if (key.memory == TunedMemory::kShared) {
+    // What the root of a one-to-all kind loses by waiting for its readers would not show, see
+    // has_single_copy().
+    if (is_one_to_all(key.kind)) {
+      choices.clear();
+    }
+    // Without a tuner, what does not go in one shot is read in place.
+    const bool is_usually_one_shot = !choices.empty() && choices[0].piece_bytes == 0;
+    auto place = is_usually_one_shot ? choices.end() : choices.begin();
+    for (const bool hint : hints) {
+      place = choices.insert(place, {.piece_bytes = 0, .streams = hint, .in_place = true}) + 1;
+    }
+  } else if (limits.reads_processes && key.memory == TunedMemory::kOrdinary &&
+             has_single_copy(key.kind)) {
+    choices.push_back({.piece_bytes = 0, .streams = streams, .in_place = true});
   }
   return choices;
 }

@@ -20,10 +20,11 @@ enum class TunedMemory : std::uint8_t {
   kOrdinary,
   kConverted,  // elements travel in a type of their own
   kSymmetric,
+  kShared,  // in allocation heaps, which others can read
 };
 
-inline constexpr std::array<std::string_view, 3> kTunedMemoryNames = {"ordinary", "converted",
-                                                                      "symmetric"};
+inline constexpr std::array<std::string_view, 4> kTunedMemoryNames = {"ordinary", "converted",
+                                                                      "symmetric", "shared"};
 
 [[nodiscard]] constexpr std::string_view to_string(TunedMemory memory) noexcept {
   return name_in(kTunedMemoryNames, memory, "unknown memory");
@@ -42,12 +43,13 @@ struct TuningKey {
 // One way to move their data.
 struct Choice {
   // Of what a rank moves through transit in a round; 0 where nothing goes in pieces: in one shot,
-  // on the symmetric heap, or through the kernel.
+  // on the symmetric heap, or in place.
   std::uint32_t piece_bytes = 0;
   // Whether results are stored past the caches (StoreHint::kStreaming).
   bool streams = false;
-  // Whether ranks read each other's memory through the kernel.
-  bool single_copy = false;
+  // Whether ranks read each other's memory: shared memory where it lies, ordinary memory through
+  // the kernel.
+  bool in_place = false;
 
   bool operator==(const Choice&) const = default;
 };

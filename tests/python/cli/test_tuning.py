@@ -53,6 +53,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                         "way": [0, False, True],
                         "times_us": [[[0, False, True], 26.5]],
                     },
+                    {
+                        "kind": "all_reduce",
+                        "memory": "shared",
+                        "ranks": 2,
+                        "bytes": 1 << 22,
+                        "way": [0, False, True],
+                        "times_us": [[[0, False, True], 87.5], [[0, True, True], 170]],
+                    },
                 ],
             }
         )
@@ -79,6 +87,9 @@ def test_what_is_known_and_what_there_is(file: Path, capsys: pytest.CaptureFixtu
     )
     assert row_with("broadcast", output) == "broadcast symmetric 4 8 MiB streaming stores"
     assert row_with("26.5", output) == "all_gather ordinary 2 512 KiB single copies 26.5"
+    assert row_with("87.5", output) == (
+        "all_reduce shared 2 4 MiB in place 87.5 in place, streaming stores: 170 us"
+    )
     assert row_with("64 MiB", output).startswith("64 MiB pieces of 512 KiB, streaming stores; ")
 
 
@@ -89,6 +100,7 @@ def test_the_same_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -
         ("all_reduce", [1 << 17, False, False]),
         ("broadcast", [0, True, False]),
         ("all_gather", [0, False, True]),
+        ("all_reduce", [0, False, True]),
     ]
     assert {each["bytes"] for each in report["candidates"]} >= {1 << 14, 1 << 20, 1 << 26}
 

@@ -97,7 +97,7 @@ class SharingRanks {
         TuningWord word;
         word.piece_bytes = kSharedChunkBytes;
         word.size_class = size_class;
-        word.next = TuningWord::Next::kSingleCopy;
+        word.next = TuningWord::Next::kInPlace;
         Tuning& tuning = tunings_[static_cast<std::size_t>(rank)];
         ASSERT_TRUE(tuning.is_sound(call, word));
         tuning.hear(call, word);

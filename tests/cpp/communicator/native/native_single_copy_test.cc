@@ -87,7 +87,7 @@ const RankProgram read_until_it_dies("read_until_it_dies", [](RankOfTest& self,
   std::vector<int> block(4 * kCount, self.rank);
   std::vector<int> all(2 * block.size());
   TuningEntry entry;
-  entry.choice = {.piece_bytes = 0, .streams = false, .single_copy = true};
+  entry.choice = {.piece_bytes = 0, .streams = false, .in_place = true};
   const int size_class = size_class_of(block.size() * sizeof(int));
   TuningTable::of_process().replace(
       {{{OpKind::kAllGather, TunedMemory::kOrdinary, self.size, size_class}, entry}});

@@ -17,6 +17,7 @@
 #include "collective_case.h"
 #include "collectives/shared_memory/tuning.h"
 #include "communicator/native/native_communicator.h"
+#include "heap_of_cases.h"
 #include "ranks.h"
 #include "restless.h"
 #include "run_cases.h"
@@ -33,11 +34,8 @@ void run_restlessly(const std::vector<PreparedCase>& cases, int size, int times,
                     Placement placement, const TuningRhythm& rhythm = kRestless) {
   run_ranks(size, [&](RankOfTest& self) {
     const CommunicatorPtr group = join_restless(self, test_environment(), rhythm);
-    const MemoryPtr heap = placement == Placement::kOrdinary
-                               ? nullptr
-                               : group->allocate(std::size_t{64} << 20, Device{});
-    CaseBuffers buffers(heap ? std::span(static_cast<std::byte*>(heap->data()), heap->bytes())
-                             : std::span<std::byte>());
+    const HeapOfCases heap(*group, self.rank, placement, std::size_t{64} << 20);
+    CaseBuffers buffers(heap.bytes());
     for (int time = 0; time < times; ++time) {
       for (std::size_t i = 0; i < cases.size(); ++i) {
         const std::uint64_t dice = mix(static_cast<std::uint64_t>(time) * 1000 + i);
@@ -75,22 +73,33 @@ TEST_P(NativeTuning, NoChoiceChangesABit) {
     for (const std::size_t bytes : {std::size_t{40'000}, std::size_t{300'000}}) {
       for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
         const std::size_t lanes = has_blocks(kind) ? static_cast<std::size_t>(size) : 1;
-        cases.push_back(prepare(any_case(kind, dtype, ReduceOp::kSum, size,
-                                         bytes / lanes / element_size(dtype) + 1, ++seed),
-                                size, SummationOrder::kRanks));
+        Case what = any_case(kind, dtype, ReduceOp::kSum, size,
+                             bytes / lanes / element_size(dtype) + 1, ++seed);
+        cases.push_back(prepare(what, size, SummationOrder::kRanks));
+        if (has_blocks(kind)) {  // and one that can be read in place
+          what.is_flat = true;
+          what.is_in_place = false;
+          cases.push_back(prepare(what, size, SummationOrder::kRanks));
+        }
       }
     }
   }
-  for (const Placement placement : {Placement::kMixed, Placement::kOrdinary}) {
-    run_restlessly(cases, size, 12, placement);
+  for (const Placement placement :
+       {Placement::kMixed, Placement::kOrdinary, Placement::kSharedMixed, Placement::kShared}) {
+    run_restlessly(cases, size, 24, placement);
   }
   const auto found = timed(size);
-  for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllToAll}) {
-    const auto of_kind = found.find({kind, TunedMemory::kOrdinary});
-    ASSERT_NE(of_kind, found.end()) << to_string(kind);
-    EXPECT_TRUE(of_kind->second.contains({0, false, false})) << to_string(kind) << " in one shot";
-    EXPECT_TRUE(of_kind->second.contains({64 << 10, false, false}))
-        << to_string(kind) << " in pieces";
+  for (const TunedMemory memory : {TunedMemory::kOrdinary, TunedMemory::kShared}) {
+    for (const OpKind kind : {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind::kAllToAll}) {
+      const auto of_kind = found.find({kind, memory});
+      ASSERT_NE(of_kind, found.end()) << to_string(kind) << " of " << to_string(memory);
+      const std::string what = join(to_string(kind), " of ", to_string(memory), " memory");
+      EXPECT_TRUE(of_kind->second.contains({0, false, false})) << what << " in one shot";
+      EXPECT_TRUE(of_kind->second.contains({64 << 10, false, false})) << what << " in pieces";
+      if (memory == TunedMemory::kShared) {
+        EXPECT_TRUE(of_kind->second.contains({0, false, true})) << what << " in place";
+      }
+    }
   }
 }
 
@@ -98,7 +107,7 @@ TEST_P(NativeTuning, NoChoiceChangesABit) {
 TEST_P(NativeTuning, SingleCopiesChangeNoBit) {
   const int size = GetParam();
   TuningEntry entry;
-  entry.choice = {.piece_bytes = 0, .streams = false, .single_copy = true};
+  entry.choice = {.piece_bytes = 0, .streams = false, .in_place = true};
   std::map<TuningKey, TuningEntry> known;
   std::vector<PreparedCase> cases;
   std::uint64_t seed = 13 << 20;
@@ -162,14 +171,14 @@ TEST_P(NativeTuning, TriesBothStoresOfLargeResults) {
                             size, SummationOrder::kRanks));
   }
   for (const Placement placement : {Placement::kOrdinary, Placement::kHeap}) {
-    run_restlessly(cases, size, 15, placement, kShortSessions);
+    run_restlessly(cases, size, 30, placement, kShortSessions);
   }
   const auto found = timed(size);
   for (const TunedMemory memory : {TunedMemory::kOrdinary, TunedMemory::kSymmetric}) {
     const auto of_kind = found.find({OpKind::kAllReduce, memory});
     ASSERT_NE(of_kind, found.end()) << to_string(memory);
     std::set<bool> stores;
-    for (const auto& [piece, streams, single_copy] : of_kind->second) {
+    for (const auto& [piece, streams, in_place] : of_kind->second) {
       stores.insert(streams);
     }
     EXPECT_EQ(stores.size(), 2u) << to_string(memory);
@@ -311,14 +320,14 @@ TEST_F(NativeTuningTest, BeginsWithTheTable) {
   call.dtype = call.wire_dtype = DType::kFloat32;
   call.count = 200'000;
   call.inputs = Blocks({&buffer, 1}, 2);
-  const std::optional<TuningWord> word = tuning.begin(call, Offer::kInPieces);
+  const std::optional<TuningWord> word = tuning.begin(call, TunedMemory::kOrdinary);
   ASSERT_TRUE(word.has_value());
   EXPECT_EQ(word->piece_bytes, 128u << 10);
   // Of a size nearby, too; of other ranks, not.
   call.count = 400'000;
-  EXPECT_EQ(tuning.begin(call, Offer::kInPieces)->piece_bytes, 128u << 10);
+  EXPECT_EQ(tuning.begin(call, TunedMemory::kOrdinary)->piece_bytes, 128u << 10);
   Tuning of_three(0, 3, {512 << 10, false, std::nullopt}, {}, TuningTable::of_process());
-  EXPECT_FALSE(of_three.begin(call, Offer::kInPieces).has_value());
+  EXPECT_FALSE(of_three.begin(call, TunedMemory::kOrdinary).has_value());
 }
 
 TEST_F(NativeTuningTest, GivesDataAsHeardAndElseAsUsual) {
@@ -328,28 +337,45 @@ TEST_F(NativeTuningTest, GivesDataAsHeardAndElseAsUsual) {
   call.dtype = call.wire_dtype = DType::kFloat32;
   constexpr std::size_t kBytes = 100'000;
   // Asked amid functions that promise not to throw: so nothing may be allocated.
-  static_assert(noexcept(std::as_const(tuning).agreed_way(call, kBytes, Offer::kEager)));
+  static_assert(noexcept(
+      std::as_const(tuning).agreed_way(call, TunedMemory::kOrdinary, kBytes, Offer::kEager)));
   TuningWord word;
   word.size_class = static_cast<std::uint8_t>(size_class_of(kBytes));
   constexpr Offer kWays[] = {Offer::kEager, Offer::kInPieces, Offer::kInItsProcess};
   for (const Offer usually : kWays) {
-    EXPECT_EQ(tuning.agreed_way(call, kBytes, usually), usually);
-    EXPECT_EQ(tuning.agreed_way(call, 4 * kBytes, usually), usually);
+    EXPECT_EQ(tuning.agreed_way(call, TunedMemory::kOrdinary, kBytes, usually), usually);
+    EXPECT_EQ(tuning.agreed_way(call, TunedMemory::kOrdinary, 4 * kBytes, usually), usually);
   }
+  const auto shared_way = [&](Offer usual) {
+    return tuning.agreed_way(call, TunedMemory::kShared, kBytes, usual);
+  };
   for (const auto& [next, way] : {std::pair(TuningWord::Next::kAhead, Offer::kEager),
                                   std::pair(TuningWord::Next::kInPieces, Offer::kInPieces),
-                                  std::pair(TuningWord::Next::kSingleCopy, Offer::kInItsProcess),
+                                  std::pair(TuningWord::Next::kInPlace, Offer::kInItsProcess),
                                   std::pair(TuningWord::Next::kAsBefore, Offer::kInItsProcess)}) {
     word.next = next;
     tuning.hear(call, word);
     for (const Offer usually : kWays) {
-      EXPECT_EQ(tuning.agreed_way(call, kBytes, usually), way);
+      EXPECT_EQ(tuning.agreed_way(call, TunedMemory::kOrdinary, kBytes, usually), way);
       // Of another class, nothing has been heard.
-      EXPECT_EQ(tuning.agreed_way(call, 4 * kBytes, usually), usually);
+      EXPECT_EQ(tuning.agreed_way(call, TunedMemory::kOrdinary, 4 * kBytes, usually), usually);
       call.root = 1;
-      EXPECT_EQ(tuning.agreed_way(call, kBytes, usually), usually);
+      EXPECT_EQ(tuning.agreed_way(call, TunedMemory::kOrdinary, kBytes, usually), usually);
       call.root = 0;
+      EXPECT_EQ(shared_way(usually), usually);
     }
+  }
+  // Of data in the allocation heaps, which is the matter of other words.
+  word.is_of_shared = 1;
+  for (const auto& [next, way] : {std::pair(TuningWord::Next::kAhead, Offer::kEager),
+                                  std::pair(TuningWord::Next::kInPieces, Offer::kInPieces),
+                                  std::pair(TuningWord::Next::kInPlace, Offer::kShared),
+                                  std::pair(TuningWord::Next::kAsBefore, Offer::kShared)}) {
+    word.next = next;
+    tuning.hear(call, word);
+    EXPECT_EQ(shared_way(Offer::kEager), way);
+    EXPECT_EQ(tuning.agreed_way(call, TunedMemory::kOrdinary, kBytes, Offer::kEager),
+              Offer::kInItsProcess);
   }
 }
 
@@ -360,7 +386,7 @@ TEST_F(NativeTuningTest, SaysNothingOfSmallOperations) {
   call.dtype = call.wire_dtype = DType::kFloat32;
   call.count = 2048;  // 8 KiB
   for (int i = 0; i < 100; ++i) {
-    EXPECT_FALSE(tuning.begin(call, Offer::kEager).has_value());
+    EXPECT_FALSE(tuning.begin(call, TunedMemory::kOrdinary).has_value());
     EXPECT_FALSE(tuning.is_timed(Route::kOneShot));
   }
 }
@@ -387,14 +413,17 @@ TEST_F(NativeTuningTest, FindsWordsThatMakeNoSense) {
   EXPECT_FALSE(with([](TuningWord& word) { word.size_class = 0; }));
   EXPECT_FALSE(with([](TuningWord& word) { word.size_class = 200; }));
   EXPECT_FALSE(with([](TuningWord& word) { word.streams = 2; }));
+  EXPECT_FALSE(with([](TuningWord& word) { word.is_of_shared = 2; }));
   EXPECT_FALSE(with([](TuningWord& word) { word.next = static_cast<TuningWord::Next>(4); }));
   // What does not fit into a slot can't go ahead, and nobody reads what others forbid or what is
   // reduced.
   EXPECT_FALSE(with([](TuningWord& word) { word.next = TuningWord::Next::kAhead; }));
-  EXPECT_FALSE(with([](TuningWord& word) { word.next = TuningWord::Next::kSingleCopy; }));
-  good.next = TuningWord::Next::kSingleCopy;
+  EXPECT_FALSE(with([](TuningWord& word) { word.next = TuningWord::Next::kInPlace; }));
+  good.next = TuningWord::Next::kInPlace;
   call.kind = OpKind::kAllGather;
   EXPECT_FALSE(tuning.is_sound(call, good));
+  // What lies in the allocation heaps can be read by all in any case.
+  EXPECT_TRUE(with([](TuningWord& word) { word.is_of_shared = 1; }));
   const Tuning of_readers(1, 2, {512 << 10, false, std::nullopt, true}, {},
                           TuningTable::of_process());
   EXPECT_TRUE(of_readers.is_sound(call, good));
