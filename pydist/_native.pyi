@@ -420,9 +420,9 @@ class Reducer:
     """
     Averages gradients over the ranks while backward still runs.
     """
-    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, gradients_are_views: bool, rank: typing.SupportsInt | typing.SupportsIndex, buffers: typing.Any) -> None:
+    def __init__(self, communicator: Communicator, parameters: collections.abc.Sequence[tuple[str, torch.Tensor, bool]], planner: collections.abc.Callable, sums: bool, wire_dtype: torch.dtype | None, measures_link: bool, gradients_are_views: bool, least_made_in_place: typing.SupportsInt | typing.SupportsIndex, rank: typing.SupportsInt | typing.SupportsIndex, buffers: typing.Any) -> None:
         """
-        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. `rank` names this process in traces. At the end of a round in which `buffers.has_changed()` on any rank, one rank calls `buffers.pack`, `buffers.memory` is broadcast, and the others call `buffers.unpack`; after parameters were added all call `buffers.renew`, which returns new memory. `buffers` may be None.
+        All ranks call, with the same parameters: (name, parameter, whether its gradient is sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the buckets as lists of indices, on rank 0. Gradients of `least_made_in_place` bytes and more are computed where they travel from. `rank` names this process in traces. At the end of a round in which `buffers.has_changed()` on any rank, one rank calls `buffers.pack`, `buffers.memory` is broadcast, and the others call `buffers.unpack`; after parameters were added all call `buffers.renew`, which returns new memory. `buffers` may be None.
         """
     def add(self, name: str, parameter: torch.Tensor, is_sparse: bool, owner: typing.SupportsInt | typing.SupportsIndex = 0, shown: torch.Tensor | None = None) -> None:
         """
@@ -686,7 +686,7 @@ class TunedClass:
     @property
     def memory(self) -> str:
         """
-        ordinary, converted (elements travel in another type) or symmetric.
+        ordinary, converted (elements travel in another type), symmetric or shared.
         """
     @property
     def ranks(self) -> int:
@@ -699,7 +699,7 @@ class TunedClass:
     @property
     def way(self) -> tuple[int, bool, bool]:
         """
-        What a rank moves through transit memory at a time, 0 where nothing goes in pieces; whether results are stored past the caches; and whether ranks read each other's memory through the kernel.
+        What a rank moves through transit memory at a time, 0 where nothing goes in pieces; whether results are stored past the caches; and whether ranks read each other's memory in place, ordinary memory through the kernel.
         """
 def abort_all(message: str, cause: str) -> None:
     """

@@ -70,7 +70,8 @@ std::shared_ptr<Reducer> create_reducer(
     CommunicatorPtr communicator,
     const std::vector<std::tuple<std::string, at::Tensor, bool>>& parameters, py::function planner,
     bool sums, std::optional<at::ScalarType> wire_dtype, bool measures_link,
-    bool gradients_are_views, int rank, const py::object& buffers) {
+    bool gradients_are_views, std::size_t least_made_in_place, int rank,
+    const py::object& buffers) {
   std::vector<NamedParameter> named_parameters;
   for (const auto& [name, tensor, is_sparse] : parameters) {
     named_parameters.push_back({name, tensor, is_sparse, /*owner=*/0, at::Tensor()});
@@ -97,6 +98,7 @@ std::shared_ptr<Reducer> create_reducer(
   }
   options.measures_link = measures_link;
   options.gradients_are_views = gradients_are_views;
+  options.least_made_in_place = least_made_in_place;
   options.checks_gradients = environment.debug;
   options.timeline = environment.timeline;
   options.timeline_rank = rank;
@@ -226,10 +228,13 @@ void bind_reducer(py::module_& module) {
       module, "Reducer", "Averages gradients over the ranks while backward still runs.")
       .def(py::init(&create_reducer), py::arg("communicator"), py::arg("parameters"),
            py::arg("planner"), py::arg("sums"), py::arg("wire_dtype"), py::arg("measures_link"),
-           py::arg("gradients_are_views"), py::arg("rank"), py::arg("buffers"),
+           py::arg("gradients_are_views"), py::arg("least_made_in_place"), py::arg("rank"),
+           py::arg("buffers"),
            "All ranks call, with the same parameters: (name, parameter, whether its gradient is "
            "sparse). `planner(order, regular, blocks, latency_s, seconds_per_byte)` returns the "
-           "buckets as lists of indices, on rank 0. `rank` names this process in traces. At the "
+           "buckets as lists of indices, on rank 0. Gradients of `least_made_in_place` bytes and "
+           "more are "
+           "computed where they travel from. `rank` names this process in traces. At the "
            "end of a round in which "
            "`buffers.has_changed()` on any rank, one rank calls `buffers.pack`, `buffers.memory` "
            "is broadcast, and the others call `buffers.unpack`; after "

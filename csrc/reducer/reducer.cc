@@ -145,6 +145,7 @@ std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
 
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   const std::lock_guard turn(turn_);
+  const GradientForecast::Pause pause(forecast_);
   // Nothing may write into the arena while an earlier round is under way.
   const std::shared_ptr<Backward> backward = require_backward();
   enter(*backward);
@@ -170,7 +171,8 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
       set_aside(slot);
     }
   }
-  if (!slot.parameter.grad().defined() && slot.landing == 0) {
+  if (!slot.parameter.grad().defined() && slot.landing == 0 &&
+      !forecast_.is_made_in_place(slot, gradient)) {
     arena_.lent().make_room(slot);
   }
   at::Tensor landed = land(slot, gradient, backward->factor);
@@ -204,6 +206,7 @@ bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket
 
 void Reducer::accumulated(std::size_t index) {
   const std::lock_guard turn(turn_);
+  const GradientForecast::Pause pause(forecast_);
   const std::shared_ptr<Backward> backward = require_backward();
   GradientSlot& slot = arena_.slots()[index];
   slot.landing = std::max(slot.landing - 1, 0);
@@ -275,6 +278,7 @@ void Reducer::note_stream(const GradientSlot& slot) {
 // Returns whether there is something to conclude at the end of backward.
 bool Reducer::finish(Backward& backward) {
   const std::lock_guard turn(turn_);
+  forecast_.end();
   current_.reset();
   end_landings();
   if (backward.accumulates) {
@@ -301,6 +305,7 @@ bool Reducer::finish(Backward& backward) {
 // be: they get everything they wait for, and are told that it is worth nothing.
 void Reducer::abandon(Backward& backward) noexcept {
   const std::lock_guard turn(turn_);
+  forecast_.end();
   current_.reset();
   end_landings();
   const bool was_given_up = backward.round && *backward.round != round_.number;
@@ -339,6 +344,9 @@ std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulate
   // Now, and not when it enters a round: should it throw before that, the program goes on.
   backward->replaced = forget_weights_of_nothing();
   current_ = backward;
+  if (accumulates && !arena_.device()) {
+    forecast_.begin();
+  }
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
   return backward;
 }
@@ -423,6 +431,13 @@ bool Reducer::begins_round(const Backward& backward) const {
 bool Reducer::is_frozen() const {
   return std::none_of(arena_.slots().begin(), arena_.slots().end(),
                       [](const auto& slot) { return slot.parameter.requires_grad(); });
+}
+
+// Whether no operation of the ranks uses the slot's home, before a backward has written there: none
+// is left of an earlier round, and in this one its bucket has yet to leave.
+bool Reducer::may_write(const GradientSlot& slot) const {
+  const std::shared_ptr<Backward> backward = current_.lock();
+  return backward != nullptr && (backward->round ? !is_late(slot) : is_idle());
 }
 
 // Whether its bucket is on its way already, as happens to a weight that is shared by several

@@ -90,10 +90,12 @@
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/gradients/gradient_arena.h"
+#include "reducer/gradients/gradient_forecast.h"
 #include "reducer/gradients/weights.h"
 #include "reducer/link_speed.h"
 #include "reducer/operations/bucket_policy.h"
 #include "reducer/operations/operations_under_way.h"
+#include "reducer/reducer_options.h"
 #include "reducer/round_times.h"
 #include "reducer/round_words.h"
 #include "reducer/timeline.h"
@@ -118,25 +120,6 @@ struct BufferExchange {
 // where it was not measured.
 using Planner = std::function<BucketPlan(const ArrivalOrder::Expected& expected,
                                          const std::vector<std::size_t>& blocks, LinkSpeed speed)>;
-
-struct ReducerOptions {
-  bool sums = false;  // rather than averages
-  // The type in which float32 gradients travel between hosts, if another.
-  std::optional<DType> wire_dtype;
-  bool measures_link = true;
-  // Compares the gradients of all ranks, bit by bit, after every round.
-  bool checks_gradients = false;
-  // Calls a function while no user code looks at the module's gradients. User code may look again
-  // as soon as it has caught the exception of a backward, while autograd's thread is still
-  // releasing that backward.
-  std::function<void(const std::function<void()>&)> among_users =
-      [](const std::function<void()>& function) { function(); };
-  // Gradients are mere views of the buckets' memory, which the next step writes again.
-  bool gradients_are_views = false;
-  // A path, and the rank in the job that the trace is of; empty for none.
-  std::string timeline;
-  int timeline_rank = 0;
-};
 
 struct NamedParameter {
   std::string name;
@@ -357,6 +340,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[nodiscard]] bool begins_round(const Backward& backward) const;
   [[nodiscard]] bool is_frozen() const;
   [[nodiscard]] bool is_late(const GradientSlot& slot) const;
+  [[nodiscard]] bool may_write(const GradientSlot& slot) const;
   [[nodiscard]] bool adds_up() const;
   [[nodiscard]] std::optional<std::size_t> forget_weights_of_nothing();
   void take_over_by_hand(GradientSlot& slot);
@@ -431,6 +415,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::uint64_t place_;  // among all reducers
   std::shared_ptr<Timeline> timeline_;
   GradientArena arena_;
+  GradientForecast forecast_;
   ArrivalOrder order_;
   LinkSpeed speed_;
   std::vector<std::unique_ptr<AccumulationHooks>> hooks_;  // by slot

@@ -28,6 +28,10 @@ Trained = list[tuple[str, nn.Parameter, bool]]
 # buckets, each a list of indices.
 Planner = Callable[[Sequence[PlannedParameter], float, float], list[list[int]]]
 
+# Bytes. A smaller gradient is still in the caches when it is copied to where it travels from, which
+# takes less than to foresee where autograd will make it.
+LEAST_MADE_IN_PLACE = 64 << 10
+
 
 def make_reducer(
     communicator: _native.Communicator,
@@ -84,6 +88,7 @@ def make_reducer(
         wire_dtype,
         measures_link,
         gradients_are_views,
+        LEAST_MADE_IN_PLACE,
         rank,
         buffers,
     )

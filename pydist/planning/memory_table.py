@@ -21,8 +21,9 @@ class RankMemory:
         master: float32 copies of 16-bit parameters.
         buckets: Memory in which gradients travel and do not stay.
         activations: What forward saves for backward; None without a sample.
-        handover: The largest gradient, which autograd makes before it lands in its place. In stage
-            2 the largest bucket of them, which wait where all buffers travel.
+        handover: The largest gradient, which autograd makes before it lands in its place, as it
+            does at least in the first two backwards. In stage 2 the largest bucket of them, which
+            wait where all buffers travel.
         step: What the optimizer's step makes and frees again: its temporaries, and float32 copies
             of gradients whose parameters have such copies.
     """

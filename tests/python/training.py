@@ -13,6 +13,7 @@ from thorough import everyday
 from torch import Tensor, nn
 
 import pydist
+from pydist.parallel import reducer
 
 # Of a call on all ranks, and of a test: the first says more when it passes.
 LIMIT_S = 25.0
@@ -73,7 +74,12 @@ def run_over_hosts(three_hosts: Ranks) -> Runner:
 
 
 def joined() -> tuple[int, int]:
-    """Joins the job; returns this process's rank and the number of ranks."""
+    """Joins the job; returns this process's rank and the number of ranks.
+
+    From then on gradients of all sizes are made in place, so that small models show as much as
+    large ones.
+    """
+    reducer.LEAST_MADE_IN_PLACE = 1
     torch.set_num_threads(1)
     pydist.init()
     return pydist.rank(), pydist.world_size()

@@ -143,7 +143,8 @@ at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, const Fact
   const at::AutoDispatchBelowADInplaceOrView guard;
   if (factor.on_device || factor.number == 1.0) {
     const at::Tensor counted = scaled(gradient, factor);
-    if (!try_large_copy(slot.view, counted)) {
+    const bool is_there = counted.const_data_ptr() == slot.view.const_data_ptr();
+    if (!is_there && !try_large_copy(slot.view, counted)) {
       slot.view.copy_(counted);
     }
   } else if (factor.number == 0.0) {

@@ -44,6 +44,22 @@ bool is_held(const GradientSlot& slot) {
   return uses(storage) > own;
 }
 
+// Whether nobody but autograd holds a gradient that arrives, or memory of it.
+bool is_autograds_alone(const at::Tensor& gradient) {
+  if (!torch::autograd::impl::is_tensor_stealable(gradient)) {
+    return false;
+  }
+  // A view, such as the transposed gradient of a linear layer, keeps what it is a view of.
+  const bool has_base = gradient.is_view();
+  if (has_base) {
+    const at::Tensor base(gradient._base());
+    if (!torch::autograd::impl::is_tensor_stealable(base, /*num_expected_refs=*/2)) {
+      return false;
+    }
+  }
+  return uses(gradient.storage()) == (has_base ? 2 : 1);
+}
+
 // Whether averages can be written where `parameter.grad` lies.
 bool can_stay(const at::Tensor& gradient) {
   return gradient.has_storage() && !gradient.is_conj() && !gradient.is_neg() &&
@@ -84,6 +100,18 @@ void LentMemory::make_room(GradientSlot& slot) {
   } else if (is_at_home(slot) || uses(slot.view.storage()) > 1) {
     slot.view = at::empty_strided(slot.home.sizes(), slot.home.strides(), slot.home.options());
   }
+}
+
+bool LentMemory::has_free_home(const GradientSlot& slot) {
+  return is_lent(slot) && is_at_home(slot) && is_free(slot);
+}
+
+bool LentMemory::is_made_at_home(const GradientSlot& slot, const at::Tensor& gradient) {
+  // The home is used by the slot, and by the allocator on behalf of the gradient's storage.
+  constexpr std::size_t kUses = 2;
+  return is_lent(slot) && is_at_home(slot) && lies_at(gradient, slot.home) &&
+         is_autograds_alone(gradient) && uses(slot.home.storage()) == kUses &&
+         !is_leased(slot.home);
 }
 
 void LentMemory::take_in(GradientSlot& slot) {

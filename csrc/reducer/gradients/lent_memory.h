@@ -53,6 +53,12 @@ class LentMemory {
   // somebody else holds it there. Throws InvalidUsage where it does not fit.
   void take_in(GradientSlot& slot);
 
+  // Where `parameter.grad` is undefined: whether the next gradient can be made in the slot's home.
+  [[nodiscard]] bool has_free_home(const GradientSlot& slot);
+  // Whether a gradient that arrives was made there, and nobody but autograd holds it.
+  // Precondition: nobody held the home when its memory was given out for that.
+  [[nodiscard]] bool is_made_at_home(const GradientSlot& slot, const at::Tensor& gradient);
+
   // Between backwards, where there is no `parameter.grad`: keeps no memory but the home.
   void forget(GradientSlot& slot);
 

@@ -102,7 +102,7 @@ def test_gradients_come_home_across_plans(run_on_some: Runner) -> None:
 
 
 def take_no_memory() -> None:
-    """Where nobody holds anything: no more is allocated, and nothing copied, than for views."""
+    """Where nobody holds anything: no more is allocated than for views, and less copied."""
     rank, _ = joined()
     counts = []
     for is_view in (True, False):
@@ -131,11 +131,12 @@ def take_no_memory() -> None:
             )
         )
         assert model.stats().copied_bytes == 0
-    assert counts[0] == counts[1]
-    assert counts[0][1] > 0
+    (allocated_for_views, copied_for_views), (allocated, copied) = counts
+    assert 0 < allocated <= allocated_for_views
+    assert copied < copied_for_views
 
 
-def test_nothing_is_copied_or_allocated_where_nobody_holds(run_on_some: Runner) -> None:
+def test_no_more_is_allocated_than_for_views_and_less_copied(run_on_some: Runner) -> None:
     run_on_some(take_no_memory)
 
 

@@ -386,7 +386,10 @@ class ByHand:
 def allocated_by_training(
     stage: int, dtype: torch.dtype, optimizer: Any, options: dict[str, Any]
 ) -> int:
-    """The most at a time of what comes and goes in forward, backward and step. Stage 0: DDP."""
+    """The most at a time of what comes and goes in the second step. Stage 0: DDP.
+
+    In later ones, gradients of DDP may be made in place (gradient_forecast.h), so less does.
+    """
     model = pydist.DataParallel(layers_of_three_buckets().to(dtype), bucket_cap_mb=CAP_MB)
     parameters = list(model.parameters())
     made: Any
@@ -403,8 +406,7 @@ def allocated_by_training(
         made.step()
         made.zero_grad()
 
-    for _ in range(2):
-        train()
+    train()
     return most_allocated(train)
 
 
