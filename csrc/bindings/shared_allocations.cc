@@ -20,7 +20,7 @@ class Entries {
  public:
   // Why it can't enter; empty where it has.
   [[nodiscard]] std::string enter() {
-    const std::string why = CpuAllocator::get().enter();
+    const std::string why = CpuAllocator::get().install();
     if (!why.empty()) {
       return "share_allocations: " + why;
     }
@@ -37,7 +37,6 @@ class Entries {
         heap->trim();
       }
     }
-    CpuAllocator::get().leave();
   }
 
  private:

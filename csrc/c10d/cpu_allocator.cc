@@ -1,6 +1,7 @@
 #include "c10d/cpu_allocator.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <utility>
@@ -20,6 +21,7 @@ using Sources = std::vector<std::shared_ptr<BlockSource>>;
 // Null where there are none. No object with a destructor: others of a thread that ends may still
 // allocate.
 constinit thread_local Sources* sources_of_thread = nullptr;
+constinit thread_local int own_blocks_of_thread = 0;
 
 void forget_those_that_are_over() {
   if (sources_of_thread == nullptr) {
@@ -33,40 +35,47 @@ void forget_those_that_are_over() {
 
 }  // namespace
 
+CpuAllocator::OwnBlocks::OwnBlocks() noexcept { ++own_blocks_of_thread; }
+CpuAllocator::OwnBlocks::~OwnBlocks() { --own_blocks_of_thread; }
+
+// A thread that holds a lock does not exist in a forked child.
+CpuAllocator::CpuAllocator() {
+  const auto unlock = [] {
+    get().offered_mutex_.unlock();
+    get().mutex_.unlock();
+  };
+  const auto lock = [] {
+    get().mutex_.lock();
+    get().offered_mutex_.lock();
+  };
+  ::pthread_atfork(lock, unlock, unlock);
+}
+
 CpuAllocator& CpuAllocator::get() {
   static auto& allocator = *new CpuAllocator;
   return allocator;
 }
 
-std::string CpuAllocator::enter() {
+std::string CpuAllocator::install() {
   const std::lock_guard lock(mutex_);
-  if (entered_ == 0) {
-    c10::Allocator* const theirs =
-        c10::GetCPUAllocator() == this ? usual_.load() : c10::GetCPUAllocator();
-    const c10::DeleterFnPtr deleter = theirs->raw_deleter();
-    // Both are used by free_block(), which torch wants to be one function for good.
-    if (deleter == nullptr || (usual_deleter != nullptr && usual_deleter != deleter)) {
-      return "another library has given torch a CPU allocator whose blocks cannot be told from "
-             "others. Enter before it does so, or do without it.";
-    }
-    usual_deleter = deleter;
-    usual_.store(theirs);
-    c10::SetCPUAllocator(this);
-    if (c10::GetCPUAllocator() != this) {
-      return "another library has given torch a CPU allocator that does not let itself be replaced "
-             "(its priority is above 0). Do without it.";
-    }
+  c10::Allocator* const theirs = c10::GetCPUAllocator();
+  if (theirs == this) {
+    return {};
   }
-  ++entered_;
+  const c10::DeleterFnPtr deleter = theirs->raw_deleter();
+  // Both are used by free_block(), which torch wants to be one function for good.
+  if (deleter == nullptr || (usual_deleter != nullptr && usual_deleter != deleter)) {
+    return "another library has given torch a CPU allocator whose blocks cannot be told from "
+           "others. Enter before it does so, or do without it.";
+  }
+  usual_deleter = deleter;
+  usual_.store(theirs);
+  c10::SetCPUAllocator(this);
+  if (c10::GetCPUAllocator() != this) {
+    return "another library has given torch a CPU allocator that does not let itself be replaced "
+           "(its priority is above 0). Do without it.";
+  }
   return {};
-}
-
-void CpuAllocator::leave() {
-  const std::lock_guard lock(mutex_);
-  // An allocator that somebody has installed meanwhile stays; it may hand requests on to this one.
-  if (--entered_ == 0 && c10::GetCPUAllocator() == this) {
-    c10::SetCPUAllocator(usual_.load());
-  }
 }
 
 void CpuAllocator::ask(std::shared_ptr<BlockSource> source) {
@@ -78,15 +87,18 @@ void CpuAllocator::ask(std::shared_ptr<BlockSource> source) {
 }
 
 c10::DataPtr CpuAllocator::allocate(std::size_t bytes) {
-  forget_those_that_are_over();
-  if (void* const offered = take_offered(bytes)) {
-    return {offered, offered, &free_block, c10::Device(c10::DeviceType::CPU)};
+  const bool asks = sources_of_thread != nullptr && own_blocks_of_thread == 0;
+  if (asks) {
+    forget_those_that_are_over();
+    if (void* const offered = take_offered(bytes)) {
+      return {offered, offered, &free_block, c10::Device(c10::DeviceType::CPU)};
+    }
   }
   c10::DataPtr block = from_heap(bytes);
   if (!block) {
     block = usual(bytes);
   }
-  if (sources_of_thread != nullptr) {
+  if (asks && sources_of_thread != nullptr) {
     for (const auto& source : *sources_of_thread) {
       source->note(bytes, block.get());
     }

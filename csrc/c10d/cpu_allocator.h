@@ -3,7 +3,9 @@
 // It takes the place of the allocator that torch has, and asks that one for whatever nobody else
 // has a block for: first what the thread that allocates has named (BlockSource), then, within
 // pydist.share_allocations(), the heap that the other ranks of the host may read. A block goes back
-// to where it comes from, whenever and on whichever thread that is, also long after leave().
+// to where it comes from, whenever and on whichever thread that is.
+//
+// Once installed, it stays: libraries may free a block by the allocator that is installed by then.
 //
 // Thread safe.
 
@@ -45,12 +47,18 @@ class CpuAllocator final : public c10::Allocator {
   static CpuAllocator& get();
 
   // Why it cannot take the place of torch's allocator; empty where it can, and then has taken it.
-  // Each call that returns nothing asks for a leave().
-  [[nodiscard]] std::string enter();
-  void leave();
+  [[nodiscard]] std::string install();
 
   // Asks `source` for the blocks of the calling thread, before those that it asks already.
   static void ask(std::shared_ptr<BlockSource> source);
+  // While it lives, sources are not asked for blocks of this thread, nor told of them.
+  class OwnBlocks {
+   public:
+    OwnBlocks() noexcept;
+    OwnBlocks(const OwnBlocks&) = delete;
+    OwnBlocks& operator=(const OwnBlocks&) = delete;
+    ~OwnBlocks();
+  };
 
   [[nodiscard]] c10::DataPtr allocate(std::size_t bytes) override;
   // Of all blocks that allocate() returns.
@@ -60,7 +68,7 @@ class CpuAllocator final : public c10::Allocator {
   }
 
  private:
-  CpuAllocator() = default;
+  CpuAllocator();
 
   [[nodiscard]] void* take_offered(std::size_t bytes);
   [[nodiscard]] static c10::DataPtr from_heap(std::size_t bytes);
@@ -71,7 +79,6 @@ class CpuAllocator final : public c10::Allocator {
   static inline std::atomic<c10::DeleterFnPtr> usual_deleter{nullptr};
 
   std::mutex mutex_;
-  int entered_ = 0;  // guarded by mutex_
   std::atomic<c10::Allocator*> usual_{nullptr};
 
   std::mutex offered_mutex_;

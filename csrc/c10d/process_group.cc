@@ -16,7 +16,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "c10d/errors.h"
-#include "c10d/sparse_all_reduce.h"
+#include "c10d/sparse/sparse_all_reduce.h"
 
 namespace pydist {
 namespace {
@@ -337,9 +337,8 @@ WorkRef TorchProcessGroup::allreduce_sparse(Tensors& tensors,
     const ReduceOp op = reduce_op_of(options.reduceOp);
     const double factor = op == ReduceOp::kPremulSum ? factor_of(options.reduceOp) : 1.0;
     ++sequence_;
-    const std::vector<WorkPtr> works =
-        sparse_all_reduce(*communicator_, {tensor}, op, factor, deadline_of(options.timeout));
-    return wrap(c10d::OpType::_ALLREDUCE_SPARSE, works.front(), tensors);
+    SparseSums sums(*communicator_, {tensor}, op, factor, deadline_of(options.timeout));
+    return wrap(c10d::OpType::_ALLREDUCE_SPARSE, sums.finish_elsewhere(), tensors);
   });
 }
 

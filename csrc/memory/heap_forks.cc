@@ -102,6 +102,9 @@ std::shared_ptr<AllocationHeap> HeapForks::find(const void* address) noexcept {
 }
 
 std::shared_ptr<AllocationHeap> HeapForks::current() noexcept {
+  if (state().highest.load(std::memory_order_relaxed) == 0) {
+    return nullptr;  // there has never been a heap, nor do forks wait for the lock yet
+  }
   const std::lock_guard lock(state().mutex);
   return state().current;
 }

@@ -3,10 +3,13 @@
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <memory>
+#include <string_view>
+#include <typeinfo>
 
 #include "c10d/device_streams.h"
 
@@ -107,6 +110,21 @@ void on_backward(const at::Tensor& tensor, std::uint64_t first_node, std::functi
     }
   }
   tensor.grad_fn()->add_tensor_pre_hook(std::make_unique<NoticeHook>(std::move(hook)));
+}
+
+bool may_run_program() {
+  const auto held = torch::autograd::get_current_node();
+  const torch::autograd::Node* const node = held.get();
+  // Torch exports no type information of a function in Python, only its name in each object.
+  if (node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node) != nullptr ||
+      std::string_view(typeid(*node).name()) == "N5torch8autograd6PyNodeE") {
+    return true;
+  }
+  const auto& before = held->tensor_pre_hooks();
+  return !held->pre_hooks().empty() || !held->post_hooks().empty() ||
+         !std::all_of(before.begin(), before.end(), [](const auto& hook) {
+           return dynamic_cast<const NoticeHook*>(hook.get()) != nullptr;
+         });
 }
 
 bool is_within_backward() {

@@ -51,6 +51,10 @@ class AccumulationHooks {
 // sits on what it is a view of, if that was made by a node with this number or a later one.
 void on_backward(const at::Tensor& tensor, std::uint64_t first_node, std::function<void()> hook);
 
+// Whether the node that this thread evaluates may run code of the program: hooks, or a function in
+// Python. What accumulates a leaf's gradient counts as such a node, and so does none.
+[[nodiscard]] bool may_run_program();
+
 // Whether this thread runs a part of a backward.
 [[nodiscard]] bool is_within_backward();
 

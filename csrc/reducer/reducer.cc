@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "c10d/cpu_allocator.h"
 #include "c10d/device_streams.h"
 #include "c10d/errors.h"
 #include "reducer/end_of_several_reducers.h"
@@ -104,9 +105,10 @@ void Reducer::watch(const at::Tensor& output) {
     return;
   }
   // The graph keeps the reducer: who drops the wrapper after forward still gets averaged gradients.
-  on_backward(output, first_node_of_forward_, [self = shared_from_this(), averages = is_enabled_] {
-    guarded_for_torch([&] { self->announce(averages); });
-  });
+  on_backward(output, first_node_of_forward_,
+              [self = shared_from_this(), averages = is_enabled_, on_cpu = output.is_cpu()] {
+                guarded_for_torch([&] { self->announce(averages, on_cpu); });
+              });
 }
 
 // Called outside of backward: waits until autograd has released a backward that threw. What is left
@@ -122,14 +124,17 @@ void Reducer::await_thrown() {
   (void)open_changed_.wait_for(lock, kLongEnough, [this] { return open_backwards_ == 0; });
 }
 
-void Reducer::announce(bool averages) {
+// `runs_on_cpu`: whether this is the thread that works for the CPU, of the backward's threads.
+void Reducer::announce(bool averages, bool runs_on_cpu) {
   const std::lock_guard turn(turn_);
   if (!retired_.empty()) {
     throw InvalidUsage(retired_);
   }
   if (const auto backward = current_.lock(); backward == nullptr) {
-    begin(averages, std::any_of(hooks_.begin(), hooks_.end(),
-                                [](const auto& hooks) { return hooks->will_run(); }));
+    begin(averages,
+          std::any_of(hooks_.begin(), hooks_.end(),
+                      [](const auto& hooks) { return hooks->will_run(); }),
+          runs_on_cpu);
   } else if (averages && !backward->synchronizes) {
     let_average(*backward);
   }
@@ -140,12 +145,12 @@ std::shared_ptr<Reducer::Backward> Reducer::require_backward() {
     return backward;
   }
   has_bypassed_ = has_bypassed_ || !a_forward_averages_;
-  return begin(a_forward_averages_.value_or(false), /*accumulates=*/true);
+  return begin(a_forward_averages_.value_or(false), /*accumulates=*/true, /*runs_on_cpu=*/true);
 }
 
 at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
   const std::lock_guard turn(turn_);
-  const GradientForecast::Pause pause(forecast_);
+  const CpuAllocator::OwnBlocks own_blocks;
   // Nothing may write into the arena while an earlier round is under way.
   const std::shared_ptr<Backward> backward = require_backward();
   enter(*backward);
@@ -206,7 +211,7 @@ bool Reducer::take_memory(const Backward& backward, const GradientBucket& bucket
 
 void Reducer::accumulated(std::size_t index) {
   const std::lock_guard turn(turn_);
-  const GradientForecast::Pause pause(forecast_);
+  const CpuAllocator::OwnBlocks own_blocks;
   const std::shared_ptr<Backward> backward = require_backward();
   GradientSlot& slot = arena_.slots()[index];
   slot.landing = std::max(slot.landing - 1, 0);
@@ -331,7 +336,8 @@ void Reducer::abandon(Backward& backward) noexcept {
 
 // -- beginning
 
-std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulates) {
+std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulates,
+                                                  bool runs_on_cpu) {
   if (is_held_) {
     lose_held("another backward");
     throw InvalidUsage(why_lost_);
@@ -344,7 +350,7 @@ std::shared_ptr<Reducer::Backward> Reducer::begin(bool averages, bool accumulate
   // Now, and not when it enters a round: should it throw before that, the program goes on.
   backward->replaced = forget_weights_of_nothing();
   current_ = backward;
-  if (accumulates && !arena_.device()) {
+  if (accumulates && runs_on_cpu && !arena_.device()) {
     forecast_.begin();
   }
   at_end_of_backward([backward] { guarded_for_torch([&] { backward->finish(); }); });
@@ -438,12 +444,6 @@ bool Reducer::is_frozen() const {
 bool Reducer::may_write(const GradientSlot& slot) const {
   const std::shared_ptr<Backward> backward = current_.lock();
   return backward != nullptr && (backward->round ? !is_late(slot) : is_idle());
-}
-
-// Whether its bucket is on its way already, as happens to a weight that is shared by several
-// reentrant checkpoints, until it is known how often it fires.
-bool Reducer::is_late(const GradientSlot& slot) const {
-  return has_place(slot) && slot.bucket < round_.launched;
 }
 
 bool Reducer::is_in_backward() const {

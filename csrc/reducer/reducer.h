@@ -87,6 +87,7 @@
 #include <vector>
 
 #include "bucketing/arrival_order.h"
+#include "c10d/sparse/sparse_all_reduce.h"
 #include "communicator/communicator.h"
 #include "reducer/autograd_hooks.h"
 #include "reducer/gradients/gradient_arena.h"
@@ -322,7 +323,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // -- what the hooks call
   std::shared_ptr<Backward> require_backward();
-  void announce(bool averages);
+  void announce(bool averages, bool runs_on_cpu);
   [[nodiscard]] at::Tensor arriving(std::size_t index, const at::Tensor& gradient);
   [[nodiscard]] bool take_memory(const Backward& backward, const GradientBucket& bucket);
   void accumulated(std::size_t index);
@@ -333,7 +334,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void end_landings();
 
   // -- beginning
-  std::shared_ptr<Backward> begin(bool averages, bool accumulates);
+  std::shared_ptr<Backward> begin(bool averages, bool accumulates, bool runs_on_cpu);
   void enter(Backward& backward);
   [[nodiscard]] Factor count_weight(const Backward& backward);
   void let_average(Backward& backward);
@@ -392,7 +393,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void let_all_hear() noexcept;
   void do_the_rest();
   void send_late();
-  void send_sparse();
+  [[nodiscard]] std::optional<SparseSums> send_sparse();
   void settle(bool learns);
   void admit_new();
   void exchange_buffers(int root);

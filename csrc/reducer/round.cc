@@ -146,6 +146,12 @@ void Reducer::launch(Closing::Status status) {
   }
 }
 
+// Whether its bucket is on its way already, as happens to a weight that is shared by several
+// reentrant checkpoints, until it is known how often it fires.
+bool Reducer::is_late(const GradientSlot& slot) const {
+  return has_place(slot) && slot.bucket < round_.launched;
+}
+
 void Reducer::launch_what_is_ready() {
   const std::vector<GradientBucket>& buckets = arena_.buckets();
   const auto is_ready = [this](const GradientBucket& bucket) {

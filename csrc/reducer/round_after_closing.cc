@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -88,7 +89,7 @@ void Reducer::warn_of_averages_kept() {
 void Reducer::do_the_rest() {
   warn_of_skipped_steps();
   send_late();
-  send_sparse();
+  std::optional<SparseSums> sparse = send_sparse();
   // As in torch's DDP.
   const int root = joining_ == Joining::kNot ? root_outside_join_ : openings_.highest_present();
   warn_of_buffers_root(root);
@@ -98,6 +99,9 @@ void Reducer::do_the_rest() {
     buffers_root_ = root;
   }
   operations_.wait();
+  if (sparse) {
+    sparse->finish();
+  }
 }
 
 // Parameters that joined the model get memory for their gradients, and rank 0's values, as all did

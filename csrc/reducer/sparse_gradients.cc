@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "c10d/sparse_all_reduce.h"
+#include "c10d/sparse/sparse_all_reduce.h"
 #include "reducer/reducer.h"
 
 namespace pydist {
@@ -56,7 +56,8 @@ void Reducer::hand_over_sparse(Closing::Status status) {
   }
 }
 
-void Reducer::send_sparse() {
+// The sums of what any rank has used; none where there is nothing to sum.
+std::optional<SparseSums> Reducer::send_sparse() {
   std::vector<at::Tensor> gradients;
   const bool hook_averages = !round_.handed_over.empty();
   auto averaged = round_.handed_over.begin();
@@ -75,12 +76,12 @@ void Reducer::send_sparse() {
     }
     gradients.push_back(slot.late);
   }
-  if (hook_averages) {
-    return;
+  if (hook_averages || gradients.empty()) {
+    return std::nullopt;
   }
   const Combination& combination = *round_.combination;
   double factor = combination.factor;
-  if (combination.share && !gradients.empty()) {
+  if (combination.share) {
     // The host waits for numbers of rows as well.
     operations_.wait();
     const at::Tensor& total = combination.share->total;
@@ -88,10 +89,11 @@ void Reducer::send_sparse() {
     const double divisor = total.defined() ? total.item<double>() : 1.0;
     factor = divisor == 0 ? 0.0 : unit / divisor;
   }
-  for (WorkPtr& work : sparse_all_reduce(*communicator_, gradients, combination.op, factor,
-                                         /*deadline=*/std::nullopt)) {
-    operations_.add(std::move(work));
+  SparseSums sums(*communicator_, gradients, combination.op, factor, /*deadline=*/std::nullopt);
+  for (const WorkPtr& work : sums.gathered()) {
+    operations_.add(work);
   }
+  return sums;
 }
 
 }  // namespace pydist

@@ -48,10 +48,15 @@ CandidateChooser::CandidateChooser(std::size_t count, std::size_t usual, std::ui
 CandidateChooser::Plan CandidateChooser::next() {
   pass(1);
   if (phase_ == Phase::kEnding) {
-    judge();
-    phase_ = Phase::kSteady;
-    if (rhythm_.always_tries) {
-      begin_session();
+    const std::optional<std::size_t> rival = is_runoff_ ? std::nullopt : undecided_rival();
+    if (rival) {
+      begin_runoff(*rival);
+    } else {
+      judge();
+      phase_ = Phase::kSteady;
+      if (rhythm_.always_tries) {
+        begin_session();
+      }
     }
   } else if (is_due()) {
     begin_session();
@@ -119,24 +124,25 @@ void CandidateChooser::begin_session() {
   }
 }
 
+void CandidateChooser::begin_runoff(std::size_t rival) {
+  phase_ = Phase::kSession;
+  is_runoff_ = true;
+  round_ = 0;
+  is_in_.assign(is_in_.size(), false);
+  for (const std::size_t candidate : {current_, rival}) {
+    is_in_[candidate] = true;
+    times_[candidate].clear();
+  }
+}
+
 void CandidateChooser::plan_round() {
   if (round_ >= kRoundsBeforeDropping && !is_runoff_) {
     drop_hopeless();
   }
   if (round_ == rhythm_.rounds * (is_runoff_ ? kRunoffLength : 1) ||
       std::count(is_in_.begin(), is_in_.end(), true) == 1) {
-    const std::optional<std::size_t> rival = is_runoff_ ? std::nullopt : undecided_rival();
-    if (!rival) {
-      phase_ = Phase::kEnding;
-      return;
-    }
-    is_runoff_ = true;
-    round_ = 0;
-    is_in_.assign(is_in_.size(), false);
-    for (const std::size_t candidate : {current_, *rival}) {
-      is_in_[candidate] = true;
-      times_[candidate].clear();
-    }
+    phase_ = Phase::kEnding;
+    return;
   }
   ++round_;
   std::vector<std::size_t> order;

@@ -75,12 +75,13 @@ class CandidateChooser {
   enum class Phase {
     kSettling,  // before the first session
     kSession,   // trying; goes on to kEnding
-    kEnding,    // one use, in which the last time of the session comes; then kSteady
+    kEnding,    // one use, in which the last time of the session comes; then kSteady, or a runoff
     kSteady,    // between sessions; goes on to kSession
   };
 
   [[nodiscard]] bool is_due() const noexcept;  // a session
   void begin_session();
+  void begin_runoff(std::size_t rival);
   void plan_round();
   void drop_hopeless();
   void charge_slow_ones();

@@ -99,8 +99,10 @@ bool Tuning::is_a_way(const Call& call, const TuningWord& word) const noexcept {
     case TuningWord::Next::kAhead:
       return top_of(word.size_class) <= most_ahead_;
     case TuningWord::Next::kInPlace:
+      // What is converted on the way is never read where it lies.
       return memory_of(call, word) == TunedMemory::kShared ||
-             (limits_.reads_processes && has_single_copy(call.kind));
+             (memory_of(call, word) == TunedMemory::kOrdinary && limits_.reads_processes &&
+              has_single_copy(call.kind));
   }
   return false;
 }

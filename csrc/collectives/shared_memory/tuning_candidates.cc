@@ -100,8 +100,8 @@ std::vector<Choice> candidates_for(const TuningKey& key, const TuningLimits& lim
   }
   if (key.memory == TunedMemory::kShared) {
     // What the root of a one-to-all kind loses by waiting for its readers would not show, see
-    // has_single_copy().
-    if (is_one_to_all(key.kind)) {
+    // has_single_copy(). And the root of a gather, which chooses, gives nothing that lies there.
+    if (is_one_to_all(key.kind) || key.kind == OpKind::kGather) {
       choices.clear();
     }
     // Without a tuner, what does not go in one shot is read in place.

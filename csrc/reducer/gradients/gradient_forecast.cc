@@ -6,6 +6,7 @@
 #include <atomic>
 #include <utility>
 
+#include "base/fork.h"
 #include "c10d/cpu_allocator.h"
 
 namespace pydist {
@@ -23,7 +24,8 @@ class GradientForecast::Listener final : public BlockSource {
   explicit Listener(GradientForecast& forecast) : forecast_(forecast) {}
 
   void end() noexcept { is_over_ = true; }
-  [[nodiscard]] bool is_over() const noexcept override { return is_over_; }
+  // A child that was forked amid the backward must not write where its parent does.
+  [[nodiscard]] bool is_over() const noexcept override { return is_over_ || birth_.is_inherited(); }
   [[nodiscard]] c10::intrusive_ptr<c10::StorageImpl> offer(std::size_t bytes) override {
     return forecast_.offer(bytes);
   }
@@ -31,23 +33,21 @@ class GradientForecast::Listener final : public BlockSource {
 
  private:
   GradientForecast& forecast_;
+  const Birth birth_;
   std::atomic<bool> is_over_{false};
 };
 
 GradientForecast::GradientForecast(std::vector<GradientSlot>& slots, LentMemory& lent,
                                    std::size_t least_bytes,
-                                   std::function<bool(const GradientSlot&)> may_write)
+                                   std::function<bool(const GradientSlot&)> may_write,
+                                   std::function<bool()> may_run_program)
     : slots_(slots),
       lent_(lent),
       least_bytes_(std::max<std::size_t>(least_bytes, 1)),
-      may_write_(std::move(may_write)) {}
+      may_write_(std::move(may_write)),
+      may_run_program_(std::move(may_run_program)) {}
 
-GradientForecast::~GradientForecast() {
-  end();
-  if (has_entered_.value_or(false)) {
-    CpuAllocator::get().leave();
-  }
-}
+GradientForecast::~GradientForecast() { end(); }
 
 bool GradientForecast::is_foreseeable(const GradientSlot& slot) const {
   return slot.home.defined() && slot.home.is_cpu() && slot.home.nbytes() >= least_bytes_;
@@ -55,11 +55,11 @@ bool GradientForecast::is_foreseeable(const GradientSlot& slot) const {
 
 // Whether there is anything to foresee, and torch's allocator can be replaced.
 bool GradientForecast::is_possible() {
-  if (!has_entered_ && std::any_of(slots_.begin(), slots_.end(),
-                                   [this](const auto& slot) { return is_foreseeable(slot); })) {
-    has_entered_ = CpuAllocator::get().enter().empty();
+  if (!is_installed_ && std::any_of(slots_.begin(), slots_.end(),
+                                    [this](const auto& slot) { return is_foreseeable(slot); })) {
+    is_installed_ = CpuAllocator::get().install().empty();
   }
-  return has_entered_.value_or(false);
+  return is_installed_.value_or(false);
 }
 
 void GradientForecast::begin() {
@@ -107,15 +107,13 @@ void GradientForecast::learn(History& history) {
   history.number = *history.came_as;
 }
 
-// Autograd works with gradients of its own graphs where gradients are differentiated again.
-bool GradientForecast::looks() const { return pauses_ == 0 && !c10::GradMode::is_enabled(); }
+// Not where gradients are differentiated again: there autograd keeps them. And not in what the
+// program does within backward: it may keep what it makes, and it need not repeat itself.
+bool GradientForecast::looks() const { return !c10::GradMode::is_enabled() && !may_run_program_(); }
 
 c10::intrusive_ptr<c10::StorageImpl> GradientForecast::offer(std::size_t bytes) {
-  if (!looks()) {
-    return {};
-  }
   const auto blocks = blocks_.find(bytes);
-  if (blocks == blocks_.end()) {
+  if (blocks == blocks_.end() || !looks()) {
     return {};
   }
   const auto foreseen = blocks->second.slots.find(blocks->second.places.size());
@@ -134,10 +132,7 @@ c10::intrusive_ptr<c10::StorageImpl> GradientForecast::offer(std::size_t bytes) 
 }
 
 void GradientForecast::note(std::size_t bytes, const void* block) {
-  if (!looks()) {
-    return;
-  }
-  if (const auto blocks = blocks_.find(bytes); blocks != blocks_.end()) {
+  if (const auto blocks = blocks_.find(bytes); blocks != blocks_.end() && looks()) {
     blocks->second.places.push_back(block);
   }
 }

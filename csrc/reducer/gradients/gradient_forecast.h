@@ -9,13 +9,18 @@
 // slot's home: the operation computes the gradient there, and nothing is copied.
 //
 // Note [Made in place]
-// A forecast may be wrong, and may cost time then, but nothing else. A block is offered only while
-// nobody holds the home, `parameter.grad` is undefined, and no operation of the ranks uses it; and
-// whatever lies in it holds the home like any tensor that a program has kept, see lent_memory.h. So
-// a block that has become something else stays what it is, and the gradient lands elsewhere. The
-// same happens to a gradient that somebody besides autograd holds, a hook say: that must not change
-// when the average is written. After a wrong forecast, a slot needs twice as many agreeing
-// backwards as before, 1024 at most.
+// A forecast may be wrong, and may cost time then, but changes no value. A block is offered only
+// while nobody holds the home, `parameter.grad` is undefined, and no operation of the ranks uses
+// it; and whatever lies in it holds the home like any tensor that a program has kept, see
+// lent_memory.h. So a block that has become something else stays what it is, and the gradient lands
+// elsewhere; as long as somebody keeps that block, its bucket travels in a copy. The same happens
+// to a gradient that somebody besides autograd holds as it arrives, a hook say: that must not
+// change when the average is written. What hooks and functions of the program allocate is neither
+// counted nor made in a home, since it may well keep that. After a wrong forecast, a slot needs
+// twice as many agreeing backwards as before, 1024 at most.
+//
+// A home lies in memory that a forked child shares. The child makes nothing there, but sees what
+// its parent makes, and can write into what a wrong forecast has put there.
 //
 // For gradients on the CPU whose memory is lent; others are never foreseen.
 
@@ -39,9 +44,11 @@ namespace pydist {
 class GradientForecast {
  public:
   // Of gradients of `least_bytes` and more. `may_write`: whether no operation of the ranks uses a
-  // slot's home, as far as it is known on the thread of the backward.
+  // slot's home, as far as it is known on the thread of the backward. `may_run_program`: whether
+  // code of the program's may run at the moment.
   GradientForecast(std::vector<GradientSlot>& slots, LentMemory& lent, std::size_t least_bytes,
-                   std::function<bool(const GradientSlot&)> may_write);
+                   std::function<bool(const GradientSlot&)> may_write,
+                   std::function<bool()> may_run_program);
   GradientForecast(const GradientForecast&) = delete;
   GradientForecast& operator=(const GradientForecast&) = delete;
   ~GradientForecast();
@@ -55,18 +62,6 @@ class GradientForecast {
   // While a gradient arrives at a slot that has none yet: whether it lies in the slot's home, and
   // nobody else holds it.
   [[nodiscard]] bool is_made_in_place(GradientSlot& slot, const at::Tensor& gradient);
-
-  // While this library itself allocates amid a backward.
-  class Pause {
-   public:
-    explicit Pause(GradientForecast& forecast) : forecast_(forecast) { ++forecast_.pauses_; }
-    Pause(const Pause&) = delete;
-    Pause& operator=(const Pause&) = delete;
-    ~Pause() { --forecast_.pauses_; }
-
-   private:
-    GradientForecast& forecast_;
-  };
 
  private:
   class Listener;
@@ -97,9 +92,9 @@ class GradientForecast {
   LentMemory& lent_;
   const std::size_t least_bytes_;
   const std::function<bool(const GradientSlot&)> may_write_;
-  std::optional<bool> has_entered_;     // CpuAllocator; nothing: has not tried to
-  std::shared_ptr<Listener> listener_;  // of the backward that runs; null: none does
-  int pauses_ = 0;
+  const std::function<bool()> may_run_program_;
+  std::optional<bool> is_installed_;                // CpuAllocator; nothing: has not tried to
+  std::shared_ptr<Listener> listener_;              // of the backward that runs; null: none does
   std::vector<History> histories_;                  // by slot
   std::unordered_map<std::size_t, Blocks> blocks_;  // by bytes
 };

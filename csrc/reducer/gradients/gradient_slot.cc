@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "c10d/device_streams.h"
 #include "reducer/gradients/gradient_shard.h"
-#include "reducer/gradients/large_copy.h"
+#include "reducer/gradients/plain_copy.h"
 
 namespace pydist {
 namespace {
@@ -144,7 +144,7 @@ at::Tensor land(const GradientSlot& slot, const at::Tensor& gradient, const Fact
   if (factor.on_device || factor.number == 1.0) {
     const at::Tensor counted = scaled(gradient, factor);
     const bool is_there = counted.const_data_ptr() == slot.view.const_data_ptr();
-    if (!is_there && !try_large_copy(slot.view, counted)) {
+    if (!is_there && !try_plain_copy(slot.view, counted)) {
       slot.view.copy_(counted);
     }
   } else if (factor.number == 0.0) {

@@ -109,8 +109,14 @@ bool LentMemory::has_free_home(const GradientSlot& slot) {
 bool LentMemory::is_made_at_home(const GradientSlot& slot, const at::Tensor& gradient) {
   // The home is used by the slot, and by the allocator on behalf of the gradient's storage.
   constexpr std::size_t kUses = 2;
+  // A lazy clone shares the memory by another holder of it, which no count tells of.
+  const auto has_block_alone = [&] {
+    return gradient.storage().data_ptr().get_context() == slot.home.const_data_ptr();
+  };
   return is_lent(slot) && is_at_home(slot) && lies_at(gradient, slot.home) &&
-         is_autograds_alone(gradient) && uses(slot.home.storage()) == kUses &&
+         gradient.scalar_type() == slot.home.scalar_type() &&
+         gradient.sizes() == slot.home.sizes() && !gradient.is_conj() && !gradient.is_neg() &&
+         has_block_alone() && is_autograds_alone(gradient) && uses(slot.home.storage()) == kUses &&
          !is_leased(slot.home);
 }
 

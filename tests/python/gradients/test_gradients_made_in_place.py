@@ -3,6 +3,7 @@
 Every suite of gradients runs with forecasts; here is what is about them alone.
 """
 
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -85,24 +86,146 @@ def test_gradients_are_made_in_place(run_on_some: Runner) -> None:
 
 
 def pass_no_views() -> None:
-    """Neither views of buckets nor shards are lent, so nothing is foreseen for them."""
+    """Views of buckets are not lent, so nothing is foreseen for them."""
     rank, _ = joined()
-    for options in ({"gradient_as_bucket_view": True}, {}):
-        model = pydist.DataParallel(nn.Linear(8, 8), **options)
-        if not options:
-            optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=0.1)  # type: ignore[arg-type]
-        found = arrivals(model)
-        for step in range(5):
-            model.zero_grad()
-            model(batch(rank, 4, 8, step=step).float()).sum().backward()
-            if options:
-                assert not any(made_in_place(found))
-            else:
-                optimizer.step()
+    model = pydist.DataParallel(nn.Linear(8, 8), gradient_as_bucket_view=True)
+    found = arrivals(model)
+    for step in range(5):
+        model.zero_grad()
+        model(batch(rank, 4, 8, step=step).float()).sum().backward()
+        assert not any(made_in_place(found))
 
 
-def test_other_gradients_are_left_alone(run_on_some: Runner) -> None:
+def test_views_are_left_alone(run_on_some: Runner) -> None:
     run_on_some(pass_no_views)
+
+
+class Complex(nn.Module):
+    """The gradient comes with a bit set: its memory holds the conjugate, or the negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(6, 4, dtype=torch.complex128)) for _ in range(2)
+        )
+        self.weights[0].register_hook(lambda gradient: gradient.conj().data)
+        self.weights[1].register_hook(lambda gradient: torch._neg_view(gradient).data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(self.weights[0] * x + self.weights[1] * x).sin().mean()
+
+
+def twist_gradients() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(Complex())
+    reference = Complex()
+    for step in range(6):
+        model.zero_grad()
+        reference.zero_grad()
+        shares = [
+            torch.complex(batch(peer, 6, 4, step=step), batch(peer, 6, 4, step=step + 50))
+            for peer in range(size)
+        ]
+        model(shares[rank]).backward()
+        for share in shares:
+            (reference(share) / size).backward()
+        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert own.grad is not None
+            assert expected.grad is not None
+            torch.testing.assert_close(
+                own.grad.resolve_conj().resolve_neg(),
+                expected.grad.resolve_conj().resolve_neg(),
+                rtol=1e-11,
+                atol=1e-13,
+            )
+
+
+def test_conjugates_are_resolved(run_on_some: Runner) -> None:
+    run_on_some(twist_gradients)
+
+
+def keep_copies_once() -> None:
+    """What hooks make and keep is not made in a home, where it would cost a copy in each step."""
+    rank, _ = joined()
+    model = pydist.DataParallel(Moody())
+    kept: list[Tensor] = []
+    is_keeping = False
+
+    def keep(gradient: Tensor) -> None:
+        if is_keeping:
+            kept.append(gradient.clone())
+
+    for parameter in model.parameters():
+        parameter.register_hook(keep)
+    for step in range(8):
+        is_keeping = step == 5
+        model.zero_grad()
+        model(batch(rank, 5, 4, step=step)).backward()
+    assert len(kept) == len(list(model.parameters()))
+    assert model.stats().copied_bytes == 0
+
+
+def test_what_hooks_make_is_not_made_in_place(run_on_some: Runner) -> None:
+    run_on_some(keep_copies_once)
+
+
+class Forking(Moody):
+    """A child goes on with the backward, to the last layer's parameters."""
+
+    forks: ClassVar[bool] = False
+    parent: ClassVar[int] = 0
+    child: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.last.parameters():
+            parameter.register_hook(self.end_child)
+
+    @staticmethod
+    def fork(gradient: Tensor) -> Tensor | None:
+        Forking.child = os.fork()
+        return gradient * 7 if Forking.child == 0 else None
+
+    @staticmethod
+    def end_child(_gradient: Tensor) -> None:
+        if os.getpid() != Forking.parent:
+            os._exit(0)
+        if Forking.child != 0:  # it has computed all that this process has
+            assert os.waitpid(Forking.child, 0)[1] == 0
+            Forking.child = 0
+
+    def forward(self, x: Tensor, order: Any = (0, 1, 2, 3)) -> Tensor:
+        x = self.trunk(x).tanh()
+        for number in order:
+            x = self.branches[number](x).tanh()
+        out: Tensor = self.last(x).sin()
+        if self.forks and out.requires_grad:
+            out.register_hook(self.fork)
+        return out.mean()
+
+
+def fork_amid_backward() -> None:
+    """What the child computes does not go where the parent's gradients lie."""
+    rank, size = joined()
+    Forking.parent = os.getpid()
+    model = pydist.DataParallel(Forking(), bucket_cap_mb=1e-6)
+    reference = Moody()
+    found = arrivals(model)
+    for step in range(8):
+        Forking.forks = step in (4, 6)
+        model.zero_grad()
+        reference.zero_grad()
+        model(batch(rank, 5, 4, step=step)).backward()
+        assert step < 3 or any(made_in_place(found))
+        for peer in range(size):
+            (reference(batch(peer, 5, 4, step=step)) / size).backward()
+        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_a_child_that_is_forked_amid_backward(run_on_some: Runner) -> None:
+    run_on_some(fork_amid_backward)
 
 
 def keep_what_arrives(way: str) -> None:
@@ -144,31 +267,24 @@ def test_what_a_hook_keeps_does_not_change(run_on_some: Runner, way: str) -> Non
     run_on_some(keep_what_arrives, way)
 
 
-class Leaving(torch.autograd.Function):
-    """The identity, whose backward leaves other tensors behind, as large as gradients are."""
+class WithRetained(Moody):
+    """Some forwards have more activations than others, as large as a weight; all can be kept."""
 
-    left: ClassVar[list[tuple[Tensor, Tensor]]] = []
-    count: ClassVar[int] = 0
+    more: ClassVar[int] = 0
+    activations: ClassVar[list[Tensor]] = []
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        for _ in range(Leaving.count):
-            for shape in ((6, 6), (6,), (6, 4)):
-                value = torch.full(shape, float(len(Leaving.left)), dtype=gradient.dtype)
-                Leaving.left.append((value, value.clone()))
-        return gradient.clone()
-
-
-class WithLeaving(Moody):
     def forward(self, x: Tensor, order: Any = (0, 1, 2, 3)) -> Tensor:
-        return (
-            super().forward(Leaving.apply(x.requires_grad_()), order)
-            + Leaving.apply(self.trunk(x)).mean()
-        )
+        x = self.trunk(x).tanh()
+        self.activations.clear()
+        for number in order:
+            x = self.branches[number](x).tanh()
+            for _ in range(self.more):
+                x = x.sin()
+                if x.requires_grad:
+                    x.retain_grad()
+                    self.activations.append(x)
+        out: Tensor = self.last(x)
+        return out.sin().mean()
 
 
 def leave_other_tensors() -> None:
@@ -176,19 +292,23 @@ def leave_other_tensors() -> None:
 
     def program(model: Any, rank: int, _size: int) -> Found:
         found: Found = []
-        Leaving.left.clear()
+        kept: list[tuple[Tensor, Tensor]] = []
         for step in range(3 * STEPS):
-            Leaving.count = (0, 0, 0, 1, 0, 2, 0, 0, 3)[step % 9]
+            WithRetained.more = (0, 0, 0, 1, 0, 2, 0, 0, 3)[step % 9]
             model.zero_grad()
-            model(batch(rank, 5, 4, step=step), order_of(step // 3)).backward()
+            model(batch(rank, 6, 4, step=step), order_of(step // 3)).backward()
             found.append(values_of(gradients(model)))
-            for value, expected in Leaving.left:
+            for activation in WithRetained.activations:
+                assert activation.grad is not None
+                kept.append((activation.grad, activation.grad.clone()))
+            for value, expected in kept:
                 assert torch.equal(value, expected)
+            found.append(values_of([value for value, _ in kept]))
             if step % 4 == 3:
-                del Leaving.left[::2]
+                del kept[::2]
         return found
 
-    beside_torch(program, WithLeaving())
+    beside_torch(program, WithRetained())
 
 
 def test_a_wrong_forecast_changes_nothing(run_on_some: Runner) -> None:
@@ -289,12 +409,12 @@ def use_several_threads_and_models() -> None:
             model.zero_grad()
             model(batch(rank, 5, 4, step=number)).backward()
             found.append(values_of(gradients(model)))
+            torch.ones(6, 6, dtype=torch.float64)  # on the thread of a backward that is over
 
         for number in range(STEPS):
             thread = threading.Thread(target=step, args=(number,))
             thread.start()
             thread.join()
-            torch.ones(6, 6, dtype=torch.float64)  # on a thread whose backward is long over
         return found
 
     beside_torch(program, Moody())

@@ -118,6 +118,55 @@ def test_a_held_gradient_stays_the_parameters(ranks: Ranks) -> None:
     ranks.run(hold_across_steps, timeout=LIMIT_S)
 
 
+class ManyTables(nn.Module):
+    """Types and widths of many kinds, and more rows than one thread adds up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        kinds = ((40, 3, torch.float64), (9, 1, torch.float32), (3000, 80, torch.float64))
+        self.tables = nn.ModuleList(
+            nn.Embedding(rows, width, sparse=True, dtype=dtype)
+            for _ in range(3)
+            for rows, width, dtype in kinds
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        parts = [table(rows % table.num_embeddings) for table in self.tables]
+        return sum((part.double().sin().sum() for part in parts), torch.zeros(()))
+
+
+def train_many_tables() -> None:
+    rank, size = joined()
+    model = pydist.DataParallel(ManyTables())
+    reference = ManyTables()
+    for step in range(3):
+        shares = [
+            torch.randint(
+                0,
+                3000,
+                (0 if peer == step % size else 2500,),
+                generator=torch.Generator().manual_seed(10 * step + peer),
+            )
+            for peer in range(size)
+        ]
+        model.zero_grad()
+        reference.zero_grad()
+        model(shares[rank]).backward()
+        for share in shares:
+            (reference(share) / size).backward()
+        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert own.grad is not None
+            assert expected.grad is not None
+            assert own.grad.is_coalesced()
+            exact = {"rtol": 1e-5, "atol": 1e-6} if own.dtype is torch.float32 else {}
+            torch.testing.assert_close(own.grad.to_dense(), expected.grad.to_dense(), **exact)
+
+
+def test_tables_of_many_kinds(ranks: Ranks) -> None:
+    ranks.run(train_many_tables, timeout=LIMIT_S)
+
+
 def round_once(dtype: torch.dtype, weighted: bool) -> None:
     rank, size = joined()
     weights = [1.0 + r / 3 for r in range(size)] if weighted else [1.0] * size

@@ -74,7 +74,7 @@ PYTHON_LAYERS = (
 # Without C++ tests of their own: what needs torch is tested by Python, the driver of CUDA by what
 # calls it on the stand-in, and the collectives as a communicator runs them.
 TESTED_FROM_ABOVE = {
-    *("bindings", "c10d/staged", "cuda"),
+    *("bindings", "c10d/sparse", "c10d/staged", "cuda"),
     *("reducer", "reducer/gradients", "reducer/operations"),
 }
 

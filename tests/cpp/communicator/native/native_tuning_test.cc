@@ -427,6 +427,9 @@ TEST_F(NativeTuningTest, FindsWordsThatMakeNoSense) {
   const Tuning of_readers(1, 2, {512 << 10, false, std::nullopt, true}, {},
                           TuningTable::of_process());
   EXPECT_TRUE(of_readers.is_sound(call, good));
+  call.wire_dtype = DType::kBFloat16;  // converted on the way
+  EXPECT_FALSE(of_readers.is_sound(call, good));
+  call.wire_dtype = call.dtype;
   call.kind = OpKind::kReduceScatter;
   EXPECT_FALSE(of_readers.is_sound(call, good));
   good.next = TuningWord::Next::kInPieces;

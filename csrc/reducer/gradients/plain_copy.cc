@@ -1,4 +1,4 @@
-#include "reducer/gradients/large_copy.h"
+#include "reducer/gradients/plain_copy.h"
 
 #include <cstddef>
 #include <cstdint>
@@ -25,14 +25,17 @@ bool is_plain(const at::Tensor& tensor) {
 
 }  // namespace
 
-bool try_large_copy(const at::Tensor& target, const at::Tensor& source) {
-  if (target.nbytes() < kLargeBytes || !is_plain(source) || !is_plain(target) ||
-      source.scalar_type() != target.scalar_type() || source.sizes() != target.sizes() ||
-      source.strides() != target.strides()) {
+bool try_plain_copy(const at::Tensor& target, const at::Tensor& source) {
+  if (!is_plain(source) || !is_plain(target) || source.scalar_type() != target.scalar_type() ||
+      source.sizes() != target.sizes() || source.strides() != target.strides()) {
     return false;
   }
   auto* const to = static_cast<std::byte*>(target.mutable_data_ptr());
   const auto* const from = static_cast<const std::byte*>(source.const_data_ptr());
+  if (target.nbytes() < kLargeBytes) {
+    copy_bytes(to, from, target.nbytes());
+    return true;
+  }
   on_torch_threads(static_cast<std::int64_t>(target.nbytes()), kBytesOfAThread,
                    [to, from](std::int64_t first, std::int64_t last) {
                      copy_bytes(to + first, from + first, static_cast<std::size_t>(last - first),
