@@ -43,6 +43,18 @@ def made_in_place(found: dict[nn.Parameter, int]) -> list[bool]:
     ]
 
 
+def require_gradients_of(reference: nn.Module, model: nn.Module) -> None:
+    for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert own.grad is not None
+        assert expected.grad is not None
+        torch.testing.assert_close(
+            own.grad.resolve_conj().resolve_neg(),
+            expected.grad.resolve_conj().resolve_neg(),
+            rtol=1e-11,
+            atol=1e-13,
+        )
+
+
 class Kinds(nn.Module):
     """Layers whose gradients come about in different ways: views, sums, reductions, zeros."""
 
@@ -130,15 +142,7 @@ def twist_gradients() -> None:
         model(shares[rank]).backward()
         for share in shares:
             (reference(share) / size).backward()
-        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            assert own.grad is not None
-            assert expected.grad is not None
-            torch.testing.assert_close(
-                own.grad.resolve_conj().resolve_neg(),
-                expected.grad.resolve_conj().resolve_neg(),
-                rtol=1e-11,
-                atol=1e-13,
-            )
+        require_gradients_of(reference, model)
 
 
 def test_conjugates_are_resolved(run_on_some: Runner) -> None:
@@ -220,8 +224,7 @@ def fork_amid_backward() -> None:
         assert step < 3 or any(made_in_place(found))
         for peer in range(size):
             (reference(batch(peer, 5, 4, step=step)) / size).backward()
-        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-11, atol=1e-13)
+        require_gradients_of(reference, model)
 
 
 def test_a_child_that_is_forked_amid_backward(run_on_some: Runner) -> None:
@@ -391,8 +394,7 @@ def raise_amid_backward() -> None:
         model(batch(rank, 5, 4, step=step)).backward()
         for peer in range(size):
             (reference(batch(peer, 5, 4, step=step)) / size).backward()
-        for own, expected in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(own.grad, expected.grad, rtol=1e-11, atol=1e-13)
+        require_gradients_of(reference, model)
 
 
 def test_backwards_that_raise_come_between(run_on_some: Runner) -> None:
@@ -430,8 +432,7 @@ def use_several_threads_and_models() -> None:
             x = batch(peer, 5, 4, step=number)
             (reference[0](x) * reference[1](x) / size).backward()
         for own, expected in zip(pair, reference, strict=True):
-            for a, b in zip(own.parameters(), expected.parameters(), strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-11, atol=1e-13)
+            require_gradients_of(expected, own)
 
 
 def test_threads_and_models_take_turns(run_on_some: Runner) -> None:
