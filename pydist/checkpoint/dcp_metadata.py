@@ -60,11 +60,24 @@ class _Record:
         self.state = state
 
 
+class _Member(_Record):
+    """Of an enumeration: some versions of Python, such as 3.11.2, write `getattr(class, name)`."""
+
+    def __init__(self, enumeration: Any, name: Any) -> None:
+        if enumeration is not _RECORDS[_METADATA_MODULE, MEMORY_FORMAT] or type(name) is not str:
+            raise pickle.UnpicklingError("it asks for builtins.getattr")
+        super().__init__(name)
+
+
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+
 # By module and name: a class of records for each that torch's writer names.
 _RECORDS: dict[tuple[str, str], type[_Record]] = {
+    ("builtins", "getattr"): _Member,
+} | {
     (module, name): type(name, (_Record,), {})
     for module, names in {
-        "torch.distributed.checkpoint.metadata": (
+        _METADATA_MODULE: (
             "Metadata",
             "TensorStorageMetadata",
             "BytesStorageMetadata",

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -148,6 +149,7 @@ def test_metadata_that_calls(place: Path) -> None:
     for function, *arguments in (
         (os.mkdir, trace),
         (os.system, f"touch {trace}"),
+        (getattr, torch.Size, "numel"),
         (eval, f"open({str(trace)!r}, 'w')"),
         (torch.load, trace),
         (torch.hub.load, str(trace), "f"),
@@ -267,6 +269,17 @@ def test_it_reads_what_torch_reads(place: Path) -> None:
             expected.offset,
             expected.length,
         )
+
+
+def test_it_reads_what_other_versions_of_python_write(place: Path) -> None:
+    def by_name(member: Any, _protocol: int) -> Any:
+        return getattr, (type(member), member.name)
+
+    metadata = metadata_of(place)
+    with mock.patch.object(dcp.metadata._MEM_FORMAT_ENCODING, "__reduce_ex__", by_name):
+        forge(place, metadata)
+    assert b"getattr" in (place / METADATA).read_bytes()
+    load(place)
 
 
 def forgeries(metadata: Metadata) -> Iterator[str]:
