@@ -177,7 +177,7 @@ at::Tensor Reducer::arriving(std::size_t index, const at::Tensor& gradient) {
     }
   }
   if (!slot.parameter.grad().defined() && slot.landing == 0 &&
-      !forecast_.is_made_in_place(slot, gradient)) {
+      !forecast_.arrives_in_place(slot, gradient)) {
     arena_.lent().make_room(slot);
   }
   at::Tensor landed = land(slot, gradient, backward->factor);

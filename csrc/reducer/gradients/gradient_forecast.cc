@@ -137,7 +137,7 @@ void GradientForecast::note(std::size_t bytes, const void* block) {
   }
 }
 
-bool GradientForecast::is_made_in_place(GradientSlot& slot, const at::Tensor& gradient) {
+bool GradientForecast::arrives_in_place(GradientSlot& slot, const at::Tensor& gradient) {
   if (listener_ == nullptr || slot.index >= histories_.size() || !is_foreseeable(slot) ||
       !gradient.has_storage() || gradient.nbytes() != slot.home.nbytes() ||
       gradient.strides() != slot.home.strides()) {

@@ -59,9 +59,9 @@ class GradientForecast {
   void begin();
   void end() noexcept;
 
-  // While a gradient arrives at a slot that has none yet: whether it lies in the slot's home, and
-  // nobody else holds it.
-  [[nodiscard]] bool is_made_in_place(GradientSlot& slot, const at::Tensor& gradient);
+  // While a gradient arrives at a slot that has none yet: takes note of the block that it has come
+  // in. Whether that is the slot's home, and nobody else holds it.
+  [[nodiscard]] bool arrives_in_place(GradientSlot& slot, const at::Tensor& gradient);
 
  private:
   class Listener;
