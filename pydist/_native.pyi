@@ -8,7 +8,7 @@ import torch
 import torch._C._distributed_c10d
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'HANDOVER_BYTES', 'KeyedPermutation', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'enter_shared_allocations', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'leave_shared_allocations', 'line_handover_ns', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'shared_allocation_bytes', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
+__all__: list[str] = ['BucketStats', 'Communicator', 'Environment', 'HANDOVER_BYTES', 'KeyedPermutation', 'NativeIntroduction', 'NetworkInterface', 'OneCopy', 'Placement', 'ProcessGroup', 'ProcessGroupOptions', 'Reducer', 'ReducerStats', 'Roofline', 'ShardLayout', 'StepThreads', 'TunedClass', 'Work', 'abort_all', 'adam_step', 'create_gloo', 'create_native', 'create_nccl', 'cuda_kernels_obstacle', 'enter_shared_allocations', 'environment_variables', 'error_of_lateness', 'host_identity', 'is_capturing', 'is_frozen', 'leave_shared_allocations', 'line_handover_ns', 'make_native_roster', 'memory_room', 'multiset_digest', 'network_interfaces', 'note_program_end', 'processor_quota', 'read_environment', 'read_page', 'rehearse_meeting', 'release_process', 'replace_tuning_table', 'require_not_forked', 'sent_ahead_limit', 'set_rank', 'sgd_step', 'shared_allocation_bytes', 'show_awaited', 'show_awaiting_nobody', 'step_traffic', 'tasks_left', 'told_addresses', 'tuning_candidates', 'tuning_table', 'usable_cpu_isas', 'wait_for_children_at_exit']
 class Environment:
     """
     The validated values of the PYDIST_ variables.
@@ -103,6 +103,19 @@ class Work:
         """
         Of a receive: the rank that the message came from, once completed; otherwise -1.
         """
+class NativeIntroduction:
+    """
+    What this process says of itself to the ranks of a native group that it is about to meet as rank `rank`, and what it keeps for them until they have met.
+    """
+    def __init__(self, rank: typing.SupportsInt | typing.SupportsIndex) -> None:
+        ...
+    def end(self) -> None:
+        """
+        The ranks have met, or will not. Idempotent.
+        """
+    @property
+    def text(self) -> str:
+        ...
 class Communicator:
     """
     One group of ranks on one backend. Collectives are called by every rank of the group, in the same order; any dense tensor on a device of capabilities() will do, also a non-contiguous one.
@@ -713,9 +726,9 @@ def create_gloo(store: torch.distributed.distributed_c10d.Store, rank: typing.Su
     """
     Joins a group on torch's gloo; all its ranks call. `timeout` is in seconds; `factory(store, rank, size, timeout)` returns a ProcessGroupGloo, its timeout being a datetime.timedelta; `processes` and `parent` as for create_native. The log tells of an operation that lasts for `long_wait` seconds. `interfaces`, or `address` where there are none: by which the other ranks reach this one, beside gloo's own connections.
     """
-def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], parent: Communicator | None = None, address: str | None = None) -> Communicator:
+def create_native(store: torch.distributed.distributed_c10d.Store, rank: typing.SupportsInt | typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, name: str, timeout: typing.SupportsFloat | typing.SupportsIndex | None = None, processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]] = [], parent: Communicator | None = None, address: str | None = None, introduction: NativeIntroduction | None = None, roster: bytes | None = None) -> Communicator:
     """
-    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine. `parent` is that group, which knows who has left. `address` is the one by which other hosts reach this one, unless PYDIST_INTERFACE names others; None: any.
+    Joins a group on the native backend; all its ranks call. `store` is a torch store; `timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by default; `processes` are those of all ranks, where they are known: the number of the rank in the group that this one is made of, its host, pid, start in ticks, and whether it runs on this machine. `parent` is that group, which knows who has left. `address` is the one by which other hosts reach this one, unless PYDIST_INTERFACE names others; None: any. `introduction` is this rank's, and `roster` what rank 0 has made of those of all, where the ranks have told each other; otherwise they do so now.
     """
 def create_nccl(host: Communicator, device: typing.SupportsInt | typing.SupportsIndex, library: str) -> Communicator:
     """
@@ -756,6 +769,10 @@ def leave_shared_allocations() -> None:
 def line_handover_ns(communicator: Communicator, lines: torch.Tensor, peer: typing.SupportsInt | typing.SupportsIndex, turns: typing.SupportsInt | typing.SupportsIndex) -> float:
     """
     Nanoseconds that a cache line takes from this rank's core to a peer's. Both call it, at the same time, each on a core of its own. lines: symmetric, 128 bytes or more, zeros on both. Timeout where the peer does not come within 10 s.
+    """
+def make_native_roster(store: torch.distributed.distributed_c10d.Store, name: str, introductions: collections.abc.Sequence[str], processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]]) -> bytes:
+    """
+    For rank 0: what all ranks of the group `name` need, by `create_native`, made of the texts of their introductions, in rank order. `store` as for that, `processes` as well. Raises TransportError where they can't make up a group, Mismatch where they are not set alike.
     """
 def memory_room() -> tuple[int, str]:
     """

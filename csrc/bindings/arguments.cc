@@ -6,6 +6,18 @@
 
 namespace pydist {
 
+KnownProcesses known_processes(const ProcessTuples& tuples) {
+  KnownProcesses known;
+  for (const auto& [rank, host, pid, started, is_visible] : tuples) {
+    known.push_back({.rank = rank,
+                     .host = host,
+                     .pid = pid,
+                     .local_pid = is_visible ? pid : 0,
+                     .started = started});
+  }
+  return known;
+}
+
 ReduceOp parse_reduce_op(std::string_view text) {
   // Nearly every call has this one, and a small one takes a microsecond in all.
   if (text == "sum") {

@@ -8,11 +8,13 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <vector>
 
 #include "base/error.h"
 #include "base/op_kind.h"
 #include "base/reduce_op.h"
+#include "health/known_processes.h"
 
 namespace pydist {
 
@@ -37,6 +39,11 @@ struct KindArgument {
 struct TagArgument {
   std::uint64_t tag = 0;
 };
+
+// Processes of ranks: each by its number in the group that theirs is made of, its host, pid, start
+// in ticks, and whether it runs on this machine.
+using ProcessTuples = std::vector<std::tuple<int, std::string, int, std::uint64_t, bool>>;
+[[nodiscard]] KnownProcesses known_processes(const ProcessTuples& tuples);
 
 // "sum", "mean" (or "avg"), ...; throws InvalidUsage that lists the valid ones.
 [[nodiscard]] ReduceOp parse_reduce_op(std::string_view text);

@@ -32,6 +32,7 @@
 #include "communicator/nccl/nccl_communicator.h"
 #include "communicator/open_communicators.h"
 #include "communicator/peers/endpoint.h"
+#include "communicator/peers/own_introduction.h"
 #include "cuda/device_memory.h"
 #include "health/known_processes.h"
 
@@ -296,20 +297,6 @@ std::optional<py::object> failure(const Communicator& self) {
 
 // Of each rank: its number in the group that a new one is made of, its host, its pid, when it has
 // started, and whether this process sees it in /proc.
-using ProcessTuples = std::vector<std::tuple<int, std::string, int, std::uint64_t, bool>>;
-
-KnownProcesses known_processes(const ProcessTuples& tuples) {
-  KnownProcesses known;
-  for (const auto& [rank, host, pid, started, is_visible] : tuples) {
-    known.push_back({.rank = rank,
-                     .host = host,
-                     .pid = pid,
-                     .local_pid = is_visible ? pid : 0,
-                     .started = started});
-  }
-  return known;
-}
-
 void show_awaited(const std::string& group, int rank, const std::string& host, int pid) {
   if (const std::shared_ptr<Endpoint> endpoint = Endpoint::of_process_if_any()) {
     endpoint->show_awaited(group, rank, host, pid);
@@ -356,7 +343,13 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
                               std::string name, std::optional<double> timeout_s,
                               const ProcessTuples& processes,
                               const std::optional<CommunicatorPtr>& parent,
-                              std::optional<std::string> address) {
+                              std::optional<std::string> address,
+                              std::optional<std::shared_ptr<OwnIntroduction>> introduction,
+                              const std::optional<py::bytes>& roster) {
+  Introduced introduced{.own = introduction.value_or(nullptr)};
+  if (roster) {
+    introduced.roster = std::string(*roster);
+  }
   const ReleasedGil released;
   NativeOptions options;
   options.name = std::move(name);
@@ -369,8 +362,9 @@ CommunicatorPtr create_native(c10::intrusive_ptr<c10d::Store> store, int rank, i
   const std::chrono::milliseconds patience =
       std::min<std::chrono::milliseconds>(kStorePatience, options.environment.timeout);
   try {
-    return for_python(with_staging(create_native_communicator(
-        adapt_store(std::move(store), patience, size), rank, size, options)));
+    return for_python(
+        with_staging(create_native_communicator(adapt_store(std::move(store), patience, size), rank,
+                                                size, options, std::move(introduced))));
   } catch (const Timeout& late) {
     if (!parent) {
       throw;
@@ -564,14 +558,17 @@ void bind_communicator(py::module_& module) {
   module.def("create_native", &create_native, py::arg("store"), py::arg("rank"), py::arg("size"),
              py::arg("name"), py::arg("timeout") = py::none(),
              py::arg("processes") = ProcessTuples(), py::arg("parent") = py::none(),
-             py::arg("address") = py::none(),
+             py::arg("address") = py::none(), py::arg("introduction") = py::none(),
+             py::arg("roster") = py::none(),
              "Joins a group on the native backend; all its ranks call. `store` is a torch store; "
              "`timeout` is in seconds, for joining and for each operation, PYDIST_TIMEOUT by "
              "default; `processes` are those of all ranks, where they are known: the number of "
              "the rank in the group that this one is made of, its host, pid, start in ticks, and "
              "whether it runs on this machine. `parent` is that group, which knows who has left. "
              "`address` is the one by which other hosts reach this one, unless PYDIST_INTERFACE "
-             "names others; None: any.");
+             "names others; None: any. `introduction` is this rank's, and `roster` what rank 0 has "
+             "made of those of all, where the ranks have told each other; otherwise they do so "
+             "now.");
   module.def("show_awaited", &show_awaited, py::arg("group"), py::arg("rank"), py::arg("host"),
              py::arg("pid"),
              "Shows the other processes of this host that this one waits for a rank, so that those "

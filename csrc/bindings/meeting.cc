@@ -1,17 +1,21 @@
-// pydist._native.rehearse_meeting: what the ranks of a native group say to each other through the
-// store when they meet, and nothing else; for bench/meeting.py.
+// pydist._native.NativeIntroduction and make_native_roster: what the ranks of a native group say to
+// each other when they meet, for those who say something else in the same breath. And
+// rehearse_meeting, which does that and nothing else; for bench/meeting.py.
 
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "base/env.h"
+#include "communicator/native/group_meeting.h"
 #include "communicator/peers/introduction.h"
+#include "communicator/peers/own_introduction.h"
 #include "communicator/peers/roster.h"
 #include "health/known_processes.h"
 #include "memory/job_secret.h"
@@ -19,6 +23,7 @@
 #include "topology/hosts.h"
 #include "topology/rendezvous.h"
 
+#include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "c10d/store.h"
 
@@ -81,22 +86,57 @@ void rehearse_meeting(c10::intrusive_ptr<c10d::Store> torch_store, int rank, int
       roster_of_host(*store, topic, roster, roster.placement.host_of(rank), deadline).cards;
   const auto place = static_cast<std::size_t>(roster.placement.index_on_host(rank));
   PYDIST_CHECK(cards.at(place).to_text() == mine.card.to_text());
-  // As for the verdict: rank 0 hears that all share memory.
+  // As for the verdict: rank 0 hears of the lowest rank of each host that its ranks share memory.
+  const auto leader_of = [&](int host) { return roster.placement.leader_of(host); };
+  if (rank != leader_of(roster.placement.host_of(rank))) {
+    return;
+  }
   if (rank != 0) {
     store->set(join("joined/", rank), "");
     static_cast<void>(get_while_hoping(*store, "verdict", deadline, [] {}));
     return;
   }
-  for (int peer = 1; peer < size; ++peer) {
-    static_cast<void>(get_while_hoping(*store, join("joined/", peer), deadline, [] {}));
-    store->erase(join("joined/", peer));
+  for (int host = 1; host < roster.placement.hosts(); ++host) {
+    static_cast<void>(get_while_hoping(*store, join("joined/", leader_of(host)), deadline, [] {}));
+    store->erase(join("joined/", leader_of(host)));
   }
   static_cast<void>(store->settle("verdict", "stands"));
+}
+
+py::bytes make_roster(c10::intrusive_ptr<c10d::Store> torch_store, const std::string& name,
+                      const std::vector<std::string>& introductions,
+                      const ProcessTuples& processes) {
+  std::string roster;
+  {
+    const ReleasedGil released;
+    const StorePtr store =
+        adapt_store(std::move(torch_store), kStorePatience, static_cast<int>(introductions.size()));
+    KnownProcesses known = known_processes(processes);
+    roster = make_native_roster(*store, name, introductions, known);
+  }
+  return {roster};
 }
 
 }  // namespace
 
 void bind_meeting(py::module_& module) {
+  py::class_<OwnIntroduction, std::shared_ptr<OwnIntroduction>>(
+      module, "NativeIntroduction",
+      "What this process says of itself to the ranks of a native group that it is about to meet as "
+      "rank `rank`, and what it keeps for them until they have met.")
+      .def(py::init([](int rank) {
+             return std::make_shared<OwnIntroduction>(rank, Environment::read());
+           }),
+           py::arg("rank"), py::call_guard<ReleasedGil>())
+      .def_property_readonly("text", &OwnIntroduction::text)
+      .def("end", &OwnIntroduction::end, py::call_guard<ReleasedGil>(),
+           "The ranks have met, or will not. Idempotent.");
+  module.def("make_native_roster", &make_roster, py::arg("store"), py::arg("name"),
+             py::arg("introductions"), py::arg("processes"),
+             "For rank 0: what all ranks of the group `name` need, by `create_native`, made of the "
+             "texts of their introductions, in rank order. `store` as for that, `processes` as "
+             "well. Raises TransportError where they can't make up a group, Mismatch where they "
+             "are not set alike.");
   module.def(
       "rehearse_meeting", &rehearse_meeting, py::arg("store"), py::arg("rank"), py::arg("size"),
       py::arg("ranks_per_host"), py::arg("timeout"),

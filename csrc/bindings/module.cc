@@ -11,8 +11,8 @@ PYBIND11_MODULE(_native, module) {
   pydist::bind_diagnosis(module);
   pydist::bind_interruption();
   pydist::bind_work(module);
-  pydist::bind_communicator(module);
   pydist::bind_meeting(module);
+  pydist::bind_communicator(module);
   pydist::bind_one_copy(module);
   pydist::bind_placement(module);
   pydist::bind_process_group(module);

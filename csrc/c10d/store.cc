@@ -11,6 +11,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -31,21 +32,22 @@ namespace {
 // descriptor of the server's, and for which the server looks up a name (see poll_store()). And a
 // wait has to end several times a second, to look for news and for Ctrl-C: a TCPStore logs two
 // warnings each time.
-constexpr std::chrono::microseconds kFirstPause{200};
+constexpr std::chrono::microseconds kFirstPause{20};
 constexpr std::chrono::microseconds kLongestPause{10'000};
 // Up to some thousand ranks that wait together ask a server about 10,000 times a second; each of
 // more of them does so at least at the end of every slice of its wait (get_while_hoping()).
 constexpr std::chrono::microseconds kPauseForEachRank{100};
+// Ranks that come at the same time ask together at first, too.
+constexpr std::chrono::microseconds kFirstPauseForEachRank{5};
 // How often a rank that waits for a key asks whether it waits in vain.
 constexpr std::chrono::milliseconds kNewsInterval{200};
 
 class Pause {
  public:
-  explicit Pause(std::chrono::microseconds longest = kLongestPause,
-                 Deadline::Clock::duration waited = {})
-      : longest_(longest),
+  explicit Pause(int ranks = 1, Deadline::Clock::duration waited = {})
+      : longest_(std::max(kLongestPause, ranks * kPauseForEachRank)),
         length_(std::clamp(std::chrono::duration_cast<std::chrono::microseconds>(waited),
-                           kFirstPause, longest)) {}
+                           std::max(kFirstPause, ranks * kFirstPauseForEachRank), longest_)) {}
 
   void sleep_until(Deadline deadline) {
     std::this_thread::sleep_for(deadline.remaining(length_));
@@ -139,9 +141,7 @@ struct Answer {
 class TorchStore : public KeyValueStore {
  public:
   TorchStore(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds patience, int ranks)
-      : store_(std::move(store)),
-        patience_(patience),
-        longest_pause_(std::max(kLongestPause, ranks * kPauseForEachRank)) {
+      : store_(std::move(store)), patience_(patience), ranks_(ranks) {
     if (!store_) {
       throw InvalidUsage("A group needs a store for its ranks to meet at, and got None.");
     }
@@ -169,20 +169,24 @@ class TorchStore : public KeyValueStore {
   std::string go_on_waiting(const std::string& key, Deadline deadline,
                             Deadline::Clock::time_point since) override {
     const Deadline::Clock::duration waited = Deadline::Clock::now() - since;
-    Pause pause(longest_pause_, waited);
+    Pause pause(ranks_, waited);
     if (waited >= kFirstPause && !deadline.has_passed()) {
       pause.sleep_until(deadline);  // it has asked at the end of the wait before
     }
-    while (!ask<bool>("read", key, [key](c10d::Store& store) { return store.check({key}); })) {
+    using Value = std::vector<std::uint8_t>;
+    const auto look = [key](c10d::Store& store) {
+      return store.check({key}) ? std::optional<Value>(store.get(key)) : std::nullopt;
+    };
+    while (true) {
+      if (const auto value = ask<std::optional<Value>>("read", key, look)) {
+        return {value->begin(), value->end()};
+      }
       if (deadline.has_passed()) {
         throw Timeout(has_not_come(key));
       }
       check_interruption();
       pause.sleep_until(deadline);
     }
-    const auto value = ask<std::vector<std::uint8_t>>(
-        "read", key, [key](c10d::Store& store) { return store.get(key); });
-    return {value.begin(), value.end()};
   }
 
   void erase(const std::string& key) override {
@@ -244,7 +248,7 @@ class TorchStore : public KeyValueStore {
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::chrono::milliseconds patience_;
-  const std::chrono::microseconds longest_pause_;
+  const int ranks_;  // that wait there together
 };
 
 }  // namespace

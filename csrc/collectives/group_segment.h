@@ -137,6 +137,12 @@ static_assert(sizeof(PostDetail) == 64);
 inline constexpr std::size_t kPrefetchBytes = 4096;
 static_assert(sizeof(FailureRecord) % kPrefetchBytes == 0);
 
+enum class Arrival : std::uint8_t {
+  kNotYet,
+  kShares,  // it has all memory that it shares with the ranks of its host
+  kStands,  // it knows that the group stands
+};
+
 struct RankControl {
   std::array<Post, kPostDepth> posts;
   std::array<PostDetail, kPostDepth> details;
@@ -155,9 +161,11 @@ struct RankControl {
   // Set when the rank lets go of the group: to a Departure.
   alignas(64) std::atomic<std::uint32_t> has_left;
   std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
-  // Not 0 where the rank can read the memory of all others through the kernel. Written while the
-  // ranks meet.
+  // Not 0 where the rank can read the memory of all others through the kernel. Written before the
+  // rank arrives.
   std::atomic<std::uint32_t> reads_processes;
+  // An Arrival: how far the rank has come while the ranks meet.
+  std::atomic<std::uint32_t> arrival;
 };
 
 class GroupSegment {

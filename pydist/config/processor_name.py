@@ -2,8 +2,10 @@
 
 import platform
 from contextlib import suppress
+from functools import cache
 
 
+@cache
 def processor_name() -> str:
     """The processor's name, as the system gives it."""
     # Stops at the name: for each further processor the kernel has to ask that one.

@@ -193,7 +193,7 @@ def _write(classes: list[_native.TunedClass]) -> None:
     descriptor, part = tempfile.mkstemp(prefix=".tuning-", dir=target.parent)
     try:
         with open(descriptor, "w") as file:
-            json.dump(document, file, indent=1)
+            json.dump(document, file, separators=(",", ":"))
         os.replace(part, target)
     except BaseException:
         with suppress(OSError):

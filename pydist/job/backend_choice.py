@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,11 @@ def _wish(backend: str | None) -> tuple[str, str]:
     )
 
 
-def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
+def _hello(
+    backend: str | None, store: dist.Store, rank: int, size: int
+) -> tuple[dict[str, Any], _native.NativeIntroduction | None]:
+    """What this rank says, and its introduction there to ranks of the native engine."""
+    introduction = None
     hello: dict[str, Any] = {
         "host": _native.host_identity(),
         "process": asdict(own_process()),
@@ -79,12 +84,15 @@ def _hello(backend: str | None, store: dist.Store, size: int) -> dict[str, Any]:
         hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
         if (kept := current.job.kept_gpu) is not None:
             hello["chosen"] = kept
+        if size > 1 and hello["wish"] != "gloo":
+            introduction = _native.NativeIntroduction(rank)
+            hello["introduction"] = introduction.text
     except InvalidUsage as error:
         hello["error"] = str(error)
     except Exception as error:
         # No descriptor, no memory: the others must not wait for a rank that raises alone.
         hello["error"], hello["kind"] = in_words(error), "TransportError"
-    return hello
+    return hello, introduction
 
 
 def _known(
@@ -115,7 +123,12 @@ class _Meeting:
     # All of the job, where they have met before.
     world: _native.Communicator | None = None
 
-    def create(self, backend: str) -> _native.Communicator:
+    def create(
+        self,
+        backend: str,
+        introduction: _native.NativeIntroduction | None = None,
+        roster: bytes | None = None,
+    ) -> _native.Communicator:
         """A communicator on native or gloo."""
         store, timeout_s = dist.PrefixStore(backend, self.store), self.timeout.total_seconds()
         known = _known(self.processes, self.members)
@@ -129,6 +142,8 @@ class _Meeting:
                 known,
                 self.world,
                 self.network.address,
+                introduction,
+                roster,
             )
         else:
             self.network.require_usable()
@@ -166,6 +181,7 @@ def create_communicator(
     members: Sequence[int] | None = None,
     backend: str | None = None,
     is_world: bool = False,
+    may_meet_again: bool = True,
 ) -> _native.Communicator:
     """Joins a group. Every rank of the group calls it.
 
@@ -180,6 +196,7 @@ def create_communicator(
         members: the ranks of the group by their rank in the world; None for all.
         backend: as in PYDIST_BACKEND, which it overrides.
         is_world: whether the group holds all ranks of the job, so that its choice is the job's.
+        may_meet_again: whether these ranks may have met in this store before, or will again.
 
     Raises:
         InvalidUsage: an unknown backend, or one that this version does not have; or NCCL was asked
@@ -189,9 +206,6 @@ def create_communicator(
         TransportError: the backend asked for can't serve these ranks.
     """
     end_with_torchrun()
-    # After destroy_process_group torch begins its names anew, on the same store.
-    met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
-    numbers = dist.PrefixStore(met_by, store)
     known = None if is_world else current.job.agreement
     ranks = range(size) if members is None else members
     first = None if known is None else known.processes[ranks[0]]
@@ -215,7 +229,10 @@ def create_communicator(
             )
         _native.show_awaited(name, 0, first.host, first.pid)
 
-    number = next_number(numbers, rank, timeout, look)
+    # After destroy_process_group torch begins its names anew, on the same store.
+    met_by = f"{name} of {','.join(map(str, members)) if members is not None else size}"
+    numbers = dist.PrefixStore(met_by, store)
+    number = next_number(numbers, rank, timeout, look) if may_meet_again else 1
     if number is None:
         require_only_process(numbers, rank)
         if known is not None:
@@ -235,18 +252,24 @@ def create_communicator(
         gpu = known.gpus[rank if members is None else members[rank]]
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
-    agreed = agree(
-        dist.PrefixStore("agree", store),
-        rank,
-        size,
-        _hello(backend, store, size),
-        timeout,
-        current.job.require_hope,
-    )
-    gpu = agreed.gpus[rank]
-    network = join_network(rank, agreed.hosts, agreed.networks)
-    meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes, ranks)
-    job, communicator = _choose(meeting, agreed, gpu)
+    hello, introduction = _hello(backend, store, rank, size)
+    try:
+        agreed = agree(
+            dist.PrefixStore("agree", store),
+            rank,
+            size,
+            hello,
+            timeout,
+            current.job.require_hope,
+            None if size == 1 else partial(_make_roster, dist.PrefixStore("native", store), name),
+        )
+        gpu = agreed.gpus[rank]
+        network = join_network(rank, agreed.hosts, agreed.networks)
+        meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes, ranks)
+        job, communicator = _choose(meeting, agreed, gpu, introduction)
+    finally:
+        if introduction is not None:
+            introduction.end()
     if is_world:
         if gpu is not None:
             # Not before all have joined: where it fails, it may fail on this rank alone.
@@ -269,15 +292,27 @@ def create_communicator(
     return communicator
 
 
+def _make_roster(
+    store: dist.Store, name: str, introductions: Sequence[str], processes: Sequence[Process]
+) -> bytes:
+    known = _known(processes, range(len(processes)))
+    return _native.make_native_roster(store, name, introductions, known)
+
+
 def _choose(
-    meeting: _Meeting, agreed: Verdict, gpu: int | None
+    meeting: _Meeting,
+    agreed: Verdict,
+    gpu: int | None,
+    introduction: _native.NativeIntroduction | None,
 ) -> tuple[Agreement, _native.Communicator]:
     """Takes the best backend that can serve all ranks of those that the wish leaves."""
     is_auto = agreed.wish == "auto"
     host_backend = "native" if agreed.wish in ("auto", "nccl") else agreed.wish
     reason = "asked for"
     try:
-        communicator = meeting.create(host_backend)
+        if agreed.not_native is not None:
+            raise agreed.not_native
+        communicator = meeting.create(host_backend, introduction, agreed.roster)
         if is_auto:
             reason = "the fastest that every rank can use"
     except TransportError as error:

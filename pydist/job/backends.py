@@ -37,6 +37,11 @@ class Options:
     timeout: float | timedelta | None = None
 
 
+@dataclass(frozen=True)
+class FirstMeeting(Options):
+    """The same, of a group whose ranks have not met in its store before, nor will again."""
+
+
 def _timeout_of(handed_down: timedelta, pg_options: Options | None) -> timedelta:
     """The time-out of a group that torch makes."""
     if pg_options is not None and pg_options.timeout is not None:
@@ -66,6 +71,7 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
             members=options.global_ranks_in_group if not is_world else None,
             backend=pg_options.backend if pg_options is not None else None,
             is_world=is_world,
+            may_meet_again=not isinstance(pg_options, FirstMeeting),
         )
     except BaseException:
         if is_world:

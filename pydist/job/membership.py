@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,17 +16,18 @@ from pydist import _native
 from pydist.config import in_force, tuning_file
 from pydist.config.in_force import Configuration
 from pydist.config.variables import default_timeout, parse_backend, parse_timeout, unknown_variables
-from pydist.errors import InvalidUsage, PeerLost, TransportError
+from pydist.errors import InvalidUsage
 from pydist.job import current, groups, last_words, log, past, phases
 from pydist.job.backend_choice import Agreement
-from pydist.job.backends import Options
+from pydist.job.backends import FirstMeeting
 from pydist.job.current import Membership
 from pydist.job.launchers import Placement, read_placement
 from pydist.job.meeting.backend_agreement import require_alive
 from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
 from pydist.job.meeting.launcher_news import require_none_ended
 from pydist.job.meeting.rendezvous import meet
-from pydist.job.meeting.store_waits import wait_for_keys
+from pydist.job.meeting.serving_till_joined import note_joined, serve_till_joined
+from pydist.job.processes import own_process
 from pydist.job.second_call import require_same, require_timeout
 
 if TYPE_CHECKING:
@@ -120,7 +121,6 @@ def init(
         if current.job.membership is not None or _agreement_of_script() is None:
             shutdown()  # of what a destroyed default group has left
         with in_force.entering(configuration, backend, wait), entering():
-            tuning_file.load()
             member = _adopt(backend, wait) if dist.is_initialized() else _join(backend, wait)
             become(member)
             current.job.gpus = chosen
@@ -173,11 +173,19 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
         elif before is not None and same:
             require_alive(before.processes, ranks)
 
-    meeting = meet(placement, wait, lambda store: check_hope(store, [0]))
+    prepare = cache(_prepare)  # once
+    meeting = meet(placement, wait, lambda store: check_hope(store, [0]), meanwhile=prepare)
+    prepare()
     past.begin(meeting.generation)
     current.replace(meeting.generation, partial(check_hope, meeting.store))
     phases.reach(phases.START_UP)
     return enter(placement, meeting.store, meeting.serves, backend, wait)
+
+
+def _prepare() -> None:
+    """What a process does for its groups before it makes them, whoever it meets."""
+    tuning_file.load()
+    own_process()  # which it tells the others, and knows from then on
 
 
 def enter(
@@ -191,7 +199,7 @@ def enter(
 
     Args:
         placement: this process's place.
-        store: where the ranks meet, for this generation alone.
+        store: where the ranks meet, this once.
         serves: whether this process serves it.
         backend: as for `init`.
         wait: how long each operation may take, and joining, unless `current.job.joining` says
@@ -203,31 +211,20 @@ def enter(
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=wait,
-        pg_options=Options(backend, wait),
+        pg_options=FirstMeeting(backend, wait),
     )
     if placement.rendezvous is not None:
-        with suppress(RuntimeError):
-            store.set(f"joined/{placement.rank}", "")
+        note_joined(store, placement.rank)
     if serves:
-        # The server must outlive everybody's joining, even if this rank ends right after.
-        with suppress(PeerLost, TransportError):
-            keys = [f"joined/{rank}" for rank in range(placement.world_size)]
-            limit = current.job.joining or wait
-            wait_for_keys(store, keys, limit, lambda: _require_joiners(store, keys))
+        assert current.job.agreement is not None
+        processes = current.job.agreement.processes
+        serve_till_joined(store, processes, current.job.joining or wait)
     return _describe(owns_group=True, placement=placement)
-
-
-def _require_joiners(store: dist.Store, keys: list[str]) -> None:
-    """Raises where all ranks have ended that have not joined yet."""
-    agreement = current.job.agreement
-    assert agreement is not None
-    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-    if all(agreement.processes[rank].is_known_dead for rank in missing):
-        require_alive(agreement.processes, missing)
 
 
 def _adopt(backend: str | None, timeout: timedelta | None) -> Membership:
     """Takes the default group that the script has made."""
+    tuning_file.load()
     phases.reach(phases.START_UP)
     group = dist.group.WORLD
     assert group is not None

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from pydist.job.meeting.store_waits import values_of
+
 # How many chunks rank 0 may be behind.
 _KEYS = 4
 # Where the ranks that have closed are counted.
@@ -61,12 +63,8 @@ class Mailbox:
     def look(self, number: int, ranks: Sequence[int]) -> dict[int, Any]:
         """The chunks of that number that are there, by rank. Waits for nobody."""
         keys = [f"{rank}/{number % _KEYS}" for rank in ranks]
-        if self._store.has_extended_api():  # type: ignore[attr-defined]
-            found = self._store.multi_get(keys)
-        else:
-            found = [self._store.get(key) for key in keys]
         there = {}
-        for rank, text in zip(ranks, found, strict=True):
+        for rank, text in zip(ranks, values_of(self._store, keys), strict=True):
             if text:
                 posted, chunk = json.loads(text)
                 if posted == number:

@@ -121,7 +121,7 @@ CommunicatorPtr join_group(const RankOfTest& rank, const std::string& name,
     options.environment.host_id = rank.host_id;
     options.address = "127.0.0.1";
   }
-  return create_native_communicator(rank.store, rank.rank, rank.size, options, rank.endpoint);
+  return create_native_communicator(rank.store, rank.rank, rank.size, options, {rank.endpoint});
 }
 
 void run_ranks(int size, const RankFunction& function, const Environment& environment,

@@ -23,7 +23,7 @@ inline CommunicatorPtr join_restless(const RankOfTest& self, const Environment& 
                                      const TuningRhythm& rhythm = kRestless) {
   NativeOptions options{"restless", environment};
   options.tuning = rhythm;
-  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+  return create_native_communicator(self.store, self.rank, self.size, options, {self.endpoint});
 }
 
 // Bytes of a piece (0: one shot), whether stores stream, and whether ranks read in place.

@@ -137,7 +137,7 @@ class Waiting:
             assert line, said
             if found := re.fullmatch(r"\[(\d)\]: pid (\d+)\n", line):
                 self.ranks[int(found[1])] = psutil.Process(int(found[2]))
-        self.torchruns = [rank.parent() for rank in self.ranks.values()]
+        self.torchruns = [self.ranks[rank].parent() for rank in range(2)]
 
     def connection_to(self, host: str) -> psutil.Process:
         """The ssh that runs here for a host."""

@@ -6,13 +6,16 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <exception>
 #include <map>
 #include <optional>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
@@ -22,6 +25,7 @@
 #include "communicator/peers/group_memory.h"
 #include "communicator/peers/introduction.h"
 #include "communicator/peers/meeting_secret.h"
+#include "communicator/peers/own_introduction.h"
 #include "communicator/peers/roster.h"
 #include "health/known_processes.h"
 #include "health/long_wait.h"
@@ -37,13 +41,13 @@ namespace {
 std::string topic_of(const std::string& name) { return "pydist/" + name; }
 std::string introduction_topic(const std::string& name) { return topic_of(name) + "/introduction"; }
 
-// What the complaint of a rank that fails says of an error.
-std::string words_of(const std::string& what) {
-  return what.empty() ? "an error without a text" : what;
-}
-
 // How often a rank that waits for another one to answer looks whether anybody has failed.
 constexpr std::chrono::milliseconds kNewsInterval{50};
+// How long any news takes to reach all ranks.
+constexpr std::chrono::milliseconds kNewsGrace{1'000};
+// How often it looks at the memory that it shares with that rank: first, and in the long run.
+constexpr std::chrono::microseconds kFirstLook{20};
+constexpr std::chrono::microseconds kLongestLook{5'000};
 
 // The verdict on a group that stands. No complaint is like it.
 constexpr const char* kStands = "stands";
@@ -51,7 +55,7 @@ constexpr const char* kStands = "stands";
 class Meeting {
  public:
   Meeting(KeyValueStore& store, int rank, int size, const NativeOptions& options,
-          std::shared_ptr<Endpoint> endpoint)
+          Introduced introduced)
       : store_(store),
         rank_(rank),
         size_(size),
@@ -62,15 +66,19 @@ class Meeting {
             std::max(options.environment.chunk_bytes, GroupSegment::least_chunk_bytes(size)),
             page_bytes())),
         deadline_(Deadline::in(options.environment.timeout)),
-        secret_(options.secret, options.environment.job_secret) {
+        introduced_(std::move(introduced)) {
     PYDIST_CHECK(processes_.size() == static_cast<std::size_t>(size));
     KnownProcess& own = processes_[static_cast<std::size_t>(rank)];
     own.host = host_name();
     own.pid = own.local_pid = ::getpid();
-    membership_.endpoint = std::move(endpoint);
   }
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
+  ~Meeting() {
+    if (introduced_.own) {
+      introduced_.own->end();
+    }
+  }
 
   NativeMembership hold() {
     if (size_ == 1) {
@@ -123,9 +131,9 @@ class Meeting {
 
   // Note [One verdict]
   // Whether the group stands is settled once, under one key in the store: by rank 0, when it has
-  // heard of all ranks that they share memory, or before that by the first rank that fails. A rank
-  // that waits for another one looks there now and then. So all ranks come to the same end, and
-  // nobody waits any longer for a rank that has died or is stopped once any rank has failed.
+  // heard of all hosts that their ranks share memory, or before that by the first rank that fails.
+  // A rank that waits for another one looks there now and then. So all ranks come to the same end,
+  // and nobody waits any longer for a rank that has died or is stopped once any rank has failed.
   void share_or_fail() {
     std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
     try {
@@ -159,27 +167,60 @@ class Meeting {
     throw Timeout(late.message, std::move(late.blame));
   }
 
+  // The ranks of a host tell each other in the memory that they share by then, and the lowest of
+  // each host tells rank 0 through the store.
   void wait_for_verdict() {
-    const auto joined_key = [this](int rank) { return join(topic_, "/joined/", rank); };
-    const auto hear = [this](const std::string& key, Deadline deadline, int awaited) {
-      try {
-        return get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
-      } catch (const Timeout&) {
-        throw_lateness_of(awaited);
-      }
-    };
-    if (rank_ != 0) {
-      store_.set(joined_key(rank_), "");
-      const Deadline patient =
-          deadline_.is_never() ? deadline_ : Deadline::at(deadline_.when() + kGraceAfterRankZero);
-      require_standing(hear(verdict_key(), patient, 0));
+    std::atomic<std::uint32_t>& arrival = memory_.group().control(rank_).arrival;
+    if (rank_ != leader()) {
+      arrival.store(static_cast<std::uint32_t>(Arrival::kShares), std::memory_order_release);
+      // Of rank 0 its leader hears first, or that it is late.
+      wait_for_arrival(leader(), Arrival::kStands, in_grace(kGraceAfterRankZero + kNewsGrace));
       return;
     }
-    for (int peer = 1; peer < size_; ++peer) {
-      static_cast<void>(hear(joined_key(peer), deadline_, peer));
-      store_.erase(joined_key(peer));
+    for (const int peer : placement().ranks_on(own_host())) {
+      if (peer != rank_) {
+        wait_for_arrival(peer, Arrival::kShares, deadline_);
+      }
     }
-    require_standing(store_.settle(verdict_key(), kStands));
+    const auto leader_key = [this](int rank) { return join(topic_, "/joined/", rank); };
+    if (rank_ != 0) {
+      store_.set(leader_key(rank_), "");
+      require_standing(hear(verdict_key(), in_grace(kGraceAfterRankZero), 0));
+    } else {
+      for (int host = 1; host < placement().hosts(); ++host) {
+        const std::string key = leader_key(placement().leader_of(host));
+        static_cast<void>(hear(key, deadline_, placement().leader_of(host)));
+        store_.erase(key);
+      }
+      require_standing(store_.settle(verdict_key(), kStands));
+    }
+    arrival.store(static_cast<std::uint32_t>(Arrival::kStands), std::memory_order_release);
+  }
+
+  std::string hear(const std::string& key, Deadline deadline, int awaited) {
+    try {
+      return get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
+    } catch (const Timeout&) {
+      throw_lateness_of(awaited);
+    }
+  }
+
+  // Until a rank of this host has come so far.
+  void wait_for_arrival(int rank, Arrival stage, Deadline deadline) {
+    const std::atomic<std::uint32_t>& arrival = memory_.group().control(rank).arrival;
+    std::chrono::microseconds pause = kFirstLook;
+    while (arrival.load(std::memory_order_acquire) < static_cast<std::uint32_t>(stage)) {
+      check_hope(rank);
+      if (deadline.has_passed()) {
+        throw_lateness_of(rank);
+      }
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, kLongestLook);
+    }
+  }
+
+  [[nodiscard]] Deadline in_grace(std::chrono::milliseconds grace) const {
+    return deadline_.is_never() ? deadline_ : Deadline::at(deadline_.when() + grace);
   }
 
   [[nodiscard]] std::string verdict_key() const { return topic_ + "/verdict"; }
@@ -293,15 +334,10 @@ class Meeting {
     }
   }
 
-  void use_endpoint() {
-    if (!membership_.endpoint) {
-      membership_.endpoint = Endpoint::of_process(options_.environment);
-    }
-    membership_.endpoint_use = EndpointUse(membership_.endpoint);
-  }
-
   void stay_alone() {
-    use_endpoint();
+    membership_.endpoint =
+        introduced_.endpoint ? introduced_.endpoint : Endpoint::of_process(options_.environment);
+    membership_.endpoint_use = EndpointUse(membership_.endpoint);
     Endpoint& endpoint = *membership_.endpoint;
     memory_.create(Placement(1), 0);
     memory_.reserve(rank_, Placement(1));
@@ -315,30 +351,23 @@ class Meeting {
     membership_.memory_limits.push_back(memory_limits());
   }
 
-  // Tells the others who this rank is, or why it cannot take part.
+  // Tells the others who this rank is, or why it cannot take part; unless all have been told.
   void introduce() {
-    Introduction mine;
-    mine.card.host_name = host_name();
-    mine.card.pid = ::getpid();
-    mine.settings = settings_text(options_.environment) + secret_.setting();
-    try {
-      use_endpoint();
-      if (rank_ == 0) {
-        mine.token = random_token();
-        mine.secret_folder = secret_.make(mine.token);
-      }
-      mine.card = membership_.endpoint->card();
-    } catch (const std::exception& error) {
-      mine.complaint = words_of(error.what());
-      secret_.forget();
+    if (!introduced_.own) {
+      introduced_.own = std::make_shared<OwnIntroduction>(
+          rank_, options_.environment, options_.secret, std::move(introduced_.endpoint));
     }
-    const std::string topic = introduction_topic(options_.name);
-    const auto make_roster = [&](const std::vector<std::string>& texts) {
-      return hand_out(store_, topic, read_introductions(texts, processes_, options_.name))
-          .to_text();
-    };
-    roster_ = Roster::from_text(hear_roster(topic, mine.to_text(), make_roster));
-    PYDIST_CHECK(placement().size() == size_);
+    OwnIntroduction& own = *introduced_.own;
+    membership_.endpoint = own.endpoint();
+    membership_.endpoint_use = own.take_use();
+    if (!introduced_.roster) {
+      const auto make_roster = [&](const std::vector<std::string>& texts) {
+        return make_native_roster(store_, options_.name, texts, processes_);
+      };
+      introduced_.roster = hear_roster(introduction_topic(options_.name), own.text(), make_roster);
+    }
+    roster_ = Roster::from_text(*introduced_.roster);
+    PYDIST_CHECK(membership_.endpoint && placement().size() == size_);
     for (std::size_t rank = 0; rank < roster_.ranks.size(); ++rank) {
       processes_[rank].host = roster_.ranks[rank].host_name;
       processes_[rank].pid = roster_.ranks[rank].pid;
@@ -368,7 +397,7 @@ class Meeting {
     } catch (const std::exception& error) {
       mine.complaint = words_of(error.what());
     }
-    mine.secret = secret_.to_tell();
+    mine.secret = secret().to_tell();
     if (!mine.secret.empty()) {
       log_line(LogLevel::kWarning,
                "The ranks are on several hosts and PYDIST_JOB_SECRET is not set, so they share a "
@@ -381,10 +410,11 @@ class Meeting {
         NetworkRoster::from_text(hear_roster(topic_ + "/network", mine.to_text(), make_roster));
     PYDIST_CHECK(network_roster_.cards.size() == static_cast<std::size_t>(size_));
     if (!network_roster_.secret.empty()) {
-      secret_.hear(network_roster_.secret);
+      secret().hear(network_roster_.secret);
     }
   }
 
+  [[nodiscard]] MeetingSecret& secret() { return introduced_.own->secret(); }
   [[nodiscard]] GroupMemory no_memory() const { return {size_, chunk_bytes_}; }
 
   // -- by host ----------------------------------------------------------------------------------
@@ -400,7 +430,7 @@ class Meeting {
   void share(std::vector<SegmentOffer>& offers) {
     Endpoint& endpoint = *membership_.endpoint;
     const std::string& token = roster_.token;
-    const Trust trust{token, secret_.get(roster_.secret_folder, token).derive(token)};
+    const Trust trust{token, secret().get(roster_.secret_folder, token).derive(token)};
     membership_.secret = std::make_shared<const JobSecret>(trust.secret.derive("splits"));
     offers = endpoint.receive(trust);
     const bool spans_hosts = placement().spans_hosts();
@@ -535,12 +565,12 @@ class Meeting {
   const std::string topic_;
   const std::size_t chunk_bytes_;
   const Deadline deadline_;
+  Introduced introduced_;
   NativeMembership membership_;
   GroupMemory memory_ = no_memory();
   Roster roster_;                 // empty until the ranks have introduced themselves
   NetworkRoster network_roster_;  // empty on one host
   HostRoster host_roster_;
-  MeetingSecret secret_;
   std::exception_ptr interruption_;  // by the user, amid the meeting
   std::exception_ptr failure_;       // of all ranks, once it is settled
   Deadline next_look_ = Deadline::in(kNewsInterval);
@@ -550,8 +580,16 @@ class Meeting {
 }  // namespace
 
 NativeMembership meet_group(KeyValueStore& store, int rank, int size, const NativeOptions& options,
-                            std::shared_ptr<Endpoint> endpoint) {
-  return Meeting(store, rank, size, options, std::move(endpoint)).hold();
+                            Introduced introduced) {
+  return Meeting(store, rank, size, options, std::move(introduced)).hold();
+}
+
+std::string make_native_roster(KeyValueStore& store, const std::string& name,
+                               const std::vector<std::string>& introductions,
+                               KnownProcesses& processes) {
+  return hand_out(store, introduction_topic(name),
+                  read_introductions(introductions, processes, name))
+      .to_text();
 }
 
 ErrorDescription decline_native_group(KeyValueStore& store, const std::string& name,

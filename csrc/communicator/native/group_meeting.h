@@ -34,13 +34,19 @@ struct NativeMembership {
   std::shared_ptr<const JobSecret> secret;  // for the groups that are split off
 };
 
+// For rank 0 of the group `name`, which has the introductions of all ranks, in rank order: the
+// roster, which all of them need. `processes` are theirs, and are completed. Throws TransportError
+// where they can't make up a group, Mismatch where they are not set alike.
+[[nodiscard]] std::string make_native_roster(KeyValueStore& store, const std::string& name,
+                                             const std::vector<std::string>& introductions,
+                                             KnownProcesses& processes);
+
 // Collective over the group. Whatever fails on one rank, from here to the end of the meeting, is
 // told to all, which throw the error of the first: TransportError (no descriptor, thread or memory
 // is left, a peer cannot be reached), PeerLost where a rank has died, Aborted where one was
 // interrupted, Timeout where one never comes.
 [[nodiscard]] NativeMembership meet_group(KeyValueStore& store, int rank, int size,
-                                          const NativeOptions& options,
-                                          std::shared_ptr<Endpoint> endpoint);
+                                          const NativeOptions& options, Introduced introduced);
 
 // For a rank that will not come to a meeting of the group `name`, as decline() and declined().
 ErrorDescription decline_native_group(KeyValueStore& store, const std::string& name,

@@ -255,7 +255,7 @@ class NativeCommunicator final : public Communicator,
             options.name = join(name(), "/", split);
             options.processes = processes;
             return create_native_communicator(store_, rank, static_cast<int>(ranks.size()), options,
-                                              endpoint_);
+                                              {endpoint_});
           },
           [&](const std::string& split) {
             return native_group_declined(*store_, join(name(), "/", split));
@@ -482,15 +482,14 @@ class NativeCommunicator final : public Communicator,
 }  // namespace
 
 CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
-                                           const NativeOptions& options,
-                                           std::shared_ptr<Endpoint> endpoint) {
+                                           const NativeOptions& options, Introduced introduced) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw InvalidUsage(
         join("rank ", rank, " of ", size,
              " is not possible: the size must be at least 1 and the rank below it."));
   }
   require_not_forked();
-  NativeMembership membership = meet_group(*store, rank, size, options, std::move(endpoint));
+  NativeMembership membership = meet_group(*store, rank, size, options, std::move(introduced));
   auto communicator = std::make_shared<NativeCommunicator>(std::move(store), rank, size, options,
                                                            std::move(membership));
   note_open(communicator);

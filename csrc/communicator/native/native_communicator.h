@@ -19,6 +19,7 @@ namespace pydist {
 
 class Endpoint;
 class JobSecret;
+class OwnIntroduction;
 
 struct NativeOptions {
   // Unique among the groups that share the store; the same on every rank.
@@ -45,17 +46,25 @@ struct NativeOptions {
   }
 };
 
+// What this rank, and those that it meets, have said of themselves before.
+struct Introduced {
+  // What the process shows to its peers; null for the process's own, or that of `own`. Tests in
+  // which threads play ranks give each thread one.
+  std::shared_ptr<Endpoint> endpoint = nullptr;
+  // This rank's, where all have heard the introductions of all.
+  std::shared_ptr<OwnIntroduction> own = nullptr;
+  // What rank 0 has made of them (make_native_roster()); there if `own` is.
+  std::optional<std::string> roster = std::nullopt;
+};
+
 // Joins a group of `size` ranks over `store`, as `rank`. Collective over the group. The store must
 // live as long as the group: split() meets there.
 //
 // Succeeds on every rank, or throws the same TransportError on every rank that names what stands
 // in the way (hosts that can't reach each other, no room for shared memory); a rank that never
 // comes is a Timeout that names it.
-//
-// `endpoint` is what the process shows to its peers; without one, the process's own. Tests in which
-// threads play ranks give each thread one.
-[[nodiscard]] CommunicatorPtr create_native_communicator(
-    StorePtr store, int rank, int size, const NativeOptions& options,
-    std::shared_ptr<Endpoint> endpoint = nullptr);
+[[nodiscard]] CommunicatorPtr create_native_communicator(StorePtr store, int rank, int size,
+                                                         const NativeOptions& options,
+                                                         Introduced introduced = {});
 
 }  // namespace pydist

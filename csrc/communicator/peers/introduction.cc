@@ -11,7 +11,7 @@ namespace {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 14;
+constexpr int kSharedLayout = 15;
 
 }  // namespace
 
@@ -33,6 +33,10 @@ NetworkIntroduction NetworkIntroduction::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
   PYDIST_CHECK(parts.size() == 3);
   return {parts[0].empty() ? NodeCard() : NodeCard::from_text(parts[0]), parts[1], parts[2]};
+}
+
+std::string words_of(const std::string& what) {
+  return what.empty() ? "an error without a text" : what;
 }
 
 std::string settings_text(const Environment& environment) {

@@ -33,6 +33,9 @@ struct NetworkIntroduction {
   [[nodiscard]] static NetworkIntroduction from_text(const std::string& text);
 };
 
+// What a complaint says of an error.
+[[nodiscard]] std::string words_of(const std::string& what);
+
 // What all ranks must have set alike, in words.
 [[nodiscard]] std::string settings_text(const Environment& environment);
 

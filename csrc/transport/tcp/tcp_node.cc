@@ -247,6 +247,11 @@ void TcpNode::await_taken() {
     if (std::exchange(before, untaken) != untaken) {
       patience = Deadline::in(kUnacknowledged);
     }
+    // One that has been silent for nearly as long already is not given all that time again.
+    if (next_beat_.has_passed()) {
+      next_beat_ = Deadline::in(kBeat);
+      lose_silent_links();
+    }
     ::poll(nullptr, 0, kLook_ms);
   }
 }

@@ -5,10 +5,11 @@ Note [One choice for the whole job]
 left waiting. So the first thing that the ranks of a job exchange, through the store and before
 anything is built on it, is a hello: what each was asked for, which versions it runs, and which GPUs
 it has. Rank 0 reads what all said and publishes one verdict, which all follow: the backend to try,
-or the error that all raise. Whether the native engine can serve them all is agreed by the engine
-itself (`create_native` succeeds on every rank, or raises the same TransportError on every rank, as
-does `create_nccl`); on TransportError `auto` takes the next one, everywhere. Groups that are made
-later follow the job's choice without asking again.
+or the error that all raise. A rank that may be on the native engine introduces itself to that in
+the same breath, and its ranks hear the roster with the verdict. Whether the native engine can serve
+them all is agreed by the engine itself (`create_native` succeeds on every rank, or raises the same
+TransportError on every rank, as does `create_nccl`); on TransportError `auto` takes the next one,
+everywhere. Groups that are made later follow the job's choice without asking again.
 """
 
 import json
@@ -31,7 +32,7 @@ from pydist.errors import (
 from pydist.job.log import logger
 from pydist.job.meeting.gpu_assignment import gpus_of_ranks
 from pydist.job.meeting.nccl_obstacles import why_not_nccl
-from pydist.job.meeting.store_waits import wait_for_keys
+from pydist.job.meeting.store_waits import values_of, wait_for_keys
 from pydist.job.processes import Process
 from pydist.job.rank_names import name_ranks, who_said_what
 
@@ -51,6 +52,10 @@ _ERRORS: dict[str, type[Error]] = {
 
 # Raises PeerLost where one of these ranks can't come any more.
 HopeOf = Callable[[Sequence[int]], None]
+
+# What all ranks need for the native engine, made of the introductions and processes of all, in rank
+# order. Raises TransportError where they can't be on it, Mismatch where they are not set alike.
+MakeRoster = Callable[[Sequence[str], Sequence[Process]], bytes]
 
 
 class Verdict(NamedTuple):
@@ -72,6 +77,10 @@ class Verdict(NamedTuple):
     networks: tuple[dict[str, Any], ...]
     # Each rank's process, in rank order.
     processes: tuple[Process, ...]
+    # Why the native engine can't serve these ranks; None if it can, or nobody asked for it.
+    not_native: TransportError | None = None
+    # What it needs, where it can and the ranks have introduced themselves.
+    roster: bytes | None = None
 
 
 def _blame(ranks: Sequence[int], process: Mapping[str, Any] | None, cause: str) -> dict[str, Any]:
@@ -180,8 +189,13 @@ def require_alive(expected: Sequence[Process], ranks: Sequence[int]) -> None:
 
 
 def _collect(
-    store: dist.Store, size: int, timeout: timedelta, require_hope: HopeOf | None
-) -> dict[str, Any]:
+    store: dist.Store,
+    size: int,
+    timeout: timedelta,
+    require_hope: HopeOf | None,
+    make_roster: MakeRoster | None,
+) -> tuple[dict[str, Any], bytes]:
+    """The verdict and the roster, which is empty where there is none."""
     keys = [f"hello/{rank}" for rank in range(size)]
 
     warn_when_long = _warn_when_long(store, size, timeout)
@@ -194,7 +208,7 @@ def _collect(
     try:
         have_come = wait_for_keys(store, keys, timeout, look)
     except PeerLost as error:
-        return {"error": "PeerLost", "message": str(error), "blame": error.blame}
+        return _told(error), b""
     # One that comes now is in time.
     if not have_come and (missing := _missing(store, size)):
         return {
@@ -203,14 +217,37 @@ def _collect(
             f"{timeout.total_seconds():g} s. Look at what they print; PYDIST_TIMEOUT or "
             "pydist.init(timeout=) gives them more time.",
             "blame": _blame(missing, None, "did not join"),
-        }
-    return judge([json.loads(store.get(key)) for key in keys])
+        }, b""
+    hellos = [json.loads(hello) for hello in values_of(store, keys)]
+    verdict = judge(hellos)
+    if make_roster is None or "error" in verdict or verdict["wish"] == "gloo":
+        return verdict, b""
+    introductions = [hello["introduction"] for hello in hellos]
+    try:
+        return verdict, make_roster(introductions, _processes_of(verdict))
+    except TransportError as error:
+        return {**verdict, "not_native": _told(error)}, b""
+    except Error as error:
+        return _told(error), b""
+
+
+def _told(error: Error) -> dict[str, Any]:
+    """An error that all are to raise, or to hear of."""
+    return {"error": type(error).__name__, "message": str(error), "blame": error.blame}
+
+
+def _made(told: Mapping[str, Any]) -> Error:
+    return _ERRORS[told["error"]](told["message"], **told.get("blame", {}))
+
+
+def _processes_of(verdict: Mapping[str, Any]) -> tuple[Process, ...]:
+    return tuple(Process(**each) for each in verdict["processes"])
 
 
 def _hear(
     store: dist.Store, size: int, timeout: timedelta, require_hope: HopeOf | None
-) -> dict[str, Any]:
-    """What rank 0 tells the others."""
+) -> tuple[dict[str, Any], bytes]:
+    """What rank 0 tells the others, as it has it from `_collect`."""
     warn_when_long = _warn_when_long(store, size, timeout)
 
     def look() -> None:
@@ -234,8 +271,8 @@ def _hear(
             ranks=(0,),
             cause="has not told who joined",
         )
-    verdict: dict[str, Any] = json.loads(store.get("verdict"))
-    return verdict
+    verdict, roster = values_of(store, ["verdict", "roster"])
+    return json.loads(verdict), roster
 
 
 def agree(
@@ -245,6 +282,7 @@ def agree(
     hello: Mapping[str, Any],
     timeout: timedelta,
     require_hope: HopeOf | None = None,
+    make_roster: MakeRoster | None = None,
 ) -> Verdict:
     """Tells the other ranks `hello`; see Note [One choice for the whole job].
 
@@ -253,11 +291,13 @@ def agree(
     Args:
         store: for this agreement alone.
         hello: `host`, `process` (its fields), `pydist`, `torch` (versions), `wish` and its
-            `source`, what `describe_gpus` tells, and in `network` what `describe_network` does; or
-            the `error` that all are to raise, and its `kind` unless that is InvalidUsage.
+            `source`, what `describe_gpus` tells, in `network` what `describe_network` does, and its
+            `introduction` to ranks of the native engine, unless the wish is gloo; or the `error`
+            that all are to raise, and its `kind` unless that is InvalidUsage.
         timeout: how long to wait for the others.
         require_hope: called now and then while some ranks are waited for, to raise PeerLost where
             one of them can't come.
+        make_roster: for rank 0, where ranks introduce themselves.
 
     Raises:
         InvalidUsage: a rank said an error, or asks for a backend that can't be.
@@ -275,14 +315,19 @@ def agree(
             "message": "rank 0 was interrupted while the ranks met.",
             "blame": _blame([0], hello.get("process"), "was interrupted"),
         }
+        roster = b""
         try:
-            verdict = _collect(store, size, timeout, require_hope)
+            verdict, roster = _collect(store, size, timeout, require_hope, make_roster)
         finally:
+            # Whoever finds the verdict finds the roster, too.
+            store.set("roster", roster)  # type: ignore[arg-type]
             store.set("verdict", json.dumps(verdict))
     else:
-        verdict = _hear(store, size, timeout, require_hope)
+        verdict, roster = _hear(store, size, timeout, require_hope)
     if "error" in verdict:
-        raise _ERRORS[verdict["error"]](verdict["message"], **verdict.get("blame", {}))
+        raise _made(verdict)
+    obstacle = _made(verdict["not_native"]) if "not_native" in verdict else None
+    assert obstacle is None or isinstance(obstacle, TransportError)
     return Verdict(
         verdict["wish"],
         tuple(verdict["hosts"]),
@@ -291,5 +336,7 @@ def agree(
         verdict["for_cuda"],
         verdict["misses_gpu"],
         tuple(verdict["networks"]),
-        tuple(Process(**each) for each in verdict["processes"]),
+        _processes_of(verdict),
+        obstacle,
+        roster or None,
     )

@@ -20,12 +20,19 @@ T = TypeVar("T")
 STORE_PATIENCE_S = 30.0
 
 
-def answer_within(limit_s: float, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def answer_within(
+    limit_s: float,
+    call: Callable[..., T],
+    *args: Any,
+    meanwhile: Callable[[], None] | None = None,
+    **kwargs: Any,
+) -> T:
     """What a call returns or raises, if that comes in time.
 
     Args:
         limit_s: How long it may take.
         call: What to call, with the other arguments.
+        meanwhile: What the calling thread does before it waits.
 
     Raises:
         TransportError: Nothing has come.
@@ -42,6 +49,8 @@ def answer_within(limit_s: float, call: Callable[..., T], *args: Any, **kwargs: 
         threading.Thread(target=ask, name="pydist-store", daemon=True).start()
     except RuntimeError:  # no thread to be had; and whoever can't ask the store can't tell anybody
         ask()
+    if meanwhile is not None:
+        meanwhile()
     try:
         return answer.result(limit_s)
     except NotYetError:

@@ -36,7 +36,7 @@ def reachable_address(host: str) -> str:
     Raises:
         InvalidUsage: neither the host nor Slurm knows an address.
     """
-    if _resolves(host) or "SLURM_JOB_ID" not in os.environ:
+    if "SLURM_JOB_ID" not in os.environ or _resolves(host):
         return host
     return _address_by_slurm(host)
 

@@ -40,10 +40,15 @@ def next_number(
     with blaming_the_store():
         if rank == 0:
             return int(store.add("opened", 1))
-        been = int(store.add(f"been/{rank}", 0))
-        if not wait_until(lambda: int(store.add("opened", 0)) > been, timeout, check_host):
+        been = opened = int(store.add(f"been/{rank}", 0))
+
+        def has_opened() -> bool:
+            nonlocal opened
+            opened = int(store.add("opened", 0))
+            return opened > been
+
+        if not wait_until(has_opened, timeout, check_host):
             return None
-        opened = int(store.add("opened", 0))
         store.add(f"been/{rank}", opened - been)
         _note_who_came(store, rank)
         return opened

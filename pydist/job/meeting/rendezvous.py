@@ -62,6 +62,7 @@ def meet(
     check_host: CheckHost | None = None,
     *,
     purpose: str | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Meeting:
     """The store that all ranks share. Every rank calls it.
 
@@ -71,6 +72,8 @@ def meet(
         check_host: called now and then while rank 0, or the server, is waited for.
         purpose: for a meeting that rank 0 does not count, since it may be gone: names the part of
             the store that is for it. The meeting has no generation then.
+        meanwhile: what this process has to do by itself, for the time that it takes to reach a
+            server; called whenever it reaches one.
 
     Raises:
         InvalidUsage: nobody knows an address of rank 0's host.
@@ -110,7 +113,7 @@ def meet(
         store = (
             _serve(rendezvous, placement, timeout)
             if serves
-            else _connect(rendezvous, placement, timeout, check_host, may_be_gone)
+            else _connect(rendezvous, placement, timeout, check_host, may_be_gone, meanwhile)
         )
         if (meeting := join(store, timeout)) is None:
             if purpose is None:
@@ -126,7 +129,7 @@ def meet(
     while True:
         # The server may be the one of an earlier meeting, on its way down, or somebody else's.
         left = timedelta(seconds=max(0.1, deadline_s - time.monotonic()))
-        store = _connect(rendezvous, placement, left, check_host, may_be_gone)
+        store = _connect(rendezvous, placement, left, check_host, may_be_gone, meanwhile)
         with suppress(TransportError):
             meeting = join(store, min(left, timedelta(seconds=_PROOF_S)))
             if meeting is not None:
@@ -205,6 +208,7 @@ def _connect(
     timeout: timedelta,
     check_host: CheckHost | None,
     may_be_gone: bool,
+    meanwhile: Callable[[], None] | None,
 ) -> dist.Store:
     start_s = time.monotonic()
     _await_server(rendezvous, timeout, check_host, may_be_gone)
@@ -220,6 +224,7 @@ def _connect(
             is_master=False,
             timeout=left,
             wait_for_workers=False,
+            meanwhile=meanwhile,
         )
     except RuntimeError as error:
         raise TransportError(

@@ -124,7 +124,8 @@ def leave_and_keep_the_model() -> set[str]:
     assert float(gradient.sum()) == 32.0  # its memory is still there
     left = [file for file in files - before[1] if not file.startswith("/memfd:")]
     assert len(left) == 1  # torch's group, which a wrapper has, has the job's store
-    return threads - before[0]
+    # An idle one of those that wait for anybody in the process ends by itself, later.
+    return threads - before[0] - {"pydist-wait"}
 
 
 def test_shutdown_leaves_no_thread_to_a_model_that_the_program_keeps() -> None:

@@ -407,7 +407,7 @@ TEST(NativeFailureTest, ImpossibleRanksAreRefused) {
     for (const auto& [rank, size] : {std::pair{0, 0}, std::pair{2, 2}, std::pair{-1, 2}}) {
       EXPECT_EQ(error_of([&, rank = rank, size = size] {
                   static_cast<void>(create_native_communicator(
-                      self.store, rank, size, {"other", test_environment()}, self.endpoint));
+                      self.store, rank, size, {"other", test_environment()}, {self.endpoint}));
                 }).kind,
                 ErrorKind::kInvalidUsage);
     }

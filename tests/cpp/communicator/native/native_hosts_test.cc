@@ -206,7 +206,7 @@ TEST(NativeHostsTest, HostsMeetByIpv6) {
         options.environment.host_id = self.host_id;
         options.address = "::1";
         const CommunicatorPtr group =
-            create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+            create_native_communicator(self.store, self.rank, self.size, options, {self.endpoint});
         EXPECT_TRUE(contains(self.endpoint->network()->card().addresses.at(0), "::1 port "));
         std::vector<int> values(100'000, self.rank + 1);
         group->run(all_reduce(values));

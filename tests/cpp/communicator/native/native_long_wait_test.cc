@@ -29,7 +29,7 @@ CommunicatorPtr join_impatiently(const RankOfTest& self, CheckHope check_hope = 
   options.name = "impatient";
   options.environment = test_environment();
   options.long_wait = milliseconds(50);
-  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+  return create_native_communicator(self.store, self.rank, self.size, options, {self.endpoint});
 }
 
 // Of operations alone: ranks that share cores may also meet for longer than so short a patience.
@@ -109,7 +109,7 @@ CommunicatorPtr join_named(const RankOfTest& self, const std::string& name) {
   NativeOptions options;
   options.name = name;
   options.environment = test_environment();
-  return create_native_communicator(self.store, self.rank, self.size, options, self.endpoint);
+  return create_native_communicator(self.store, self.rank, self.size, options, {self.endpoint});
 }
 
 TEST(NativeLongWaitTest, RanksThatWaitForEachOtherInTwoGroupsAreToldOfSoon) {

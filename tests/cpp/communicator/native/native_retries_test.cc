@@ -123,7 +123,7 @@ TEST(NativeRetriesTest, WhoOnlyHearsOfADeathDoesNotWaitForTheDead) {
       }
       const ErrorDescription error = error_of([&] {
         static_cast<void>(
-            create_native_communicator(self.store, self.rank, 3, options, self.endpoint));
+            create_native_communicator(self.store, self.rank, 3, options, {self.endpoint}));
       });
       ++ended;
       EXPECT_LT(Clock::now() - before, kSoon);

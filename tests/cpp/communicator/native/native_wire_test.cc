@@ -251,7 +251,7 @@ class HonestGroup {
     NativeOptions options{"honest", environment};
     options.address = "127.0.0.1";
     options.secret = secret_;
-    return create_native_communicator(store_, rank, 2, options, endpoint);
+    return create_native_communicator(store_, rank, 2, options, {endpoint});
   }
 
   const std::shared_ptr<const JobSecret> secret_ =

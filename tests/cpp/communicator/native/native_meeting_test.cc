@@ -1,0 +1,171 @@
+// How the ranks of a native group meet, where nothing fails: what they say through the store, and
+// what they may have said to each other before.
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "communicator/native/group_meeting.h"
+#include "communicator/native/native_communicator.h"
+#include "communicator/peers/own_introduction.h"
+#include "memory_store.h"
+#include "ranks.h"
+#include "topology/rendezvous.h"
+
+namespace pydist::testing {
+namespace {
+
+// Passes all on, and keeps the names of keys that are written.
+class WatchedStore final : public KeyValueStore {
+ public:
+  explicit WatchedStore(StorePtr store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override {
+    note(key);
+    store_->set(key, value);
+  }
+  std::string settle(const std::string& key, const std::string& value) override {
+    note(key);
+    return store_->settle(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    return store_->get(key, deadline);
+  }
+  void erase(const std::string& key) override { store_->erase(key); }
+
+  [[nodiscard]] std::vector<std::string> written() const { return written_; }
+
+ private:
+  void note(const std::string& key) { written_.push_back(key); }
+
+  const StorePtr store_;
+  std::vector<std::string> written_;  // by one rank
+};
+
+void expect_works(const CommunicatorPtr& communicator) {
+  std::vector<float> values(100, 1.0F);
+  communicator->run(all_reduce(values));
+  EXPECT_EQ(values[99], static_cast<float>(communicator->size()));
+}
+
+CommunicatorPtr join_introduced(const RankOfTest& self, StorePtr store, Introduced introduced) {
+  NativeOptions options{"world", test_environment()};
+  if (self.host_id) {
+    options.environment.host_id = self.host_id;
+    options.address = "127.0.0.1";
+  }
+  return create_native_communicator(std::move(store), self.rank, self.size, options,
+                                    std::move(introduced));
+}
+
+void expect_no_errors(const std::vector<std::exception_ptr>& errors) {
+  for (const std::exception_ptr& error : errors) {
+    if (error) {
+      ADD_FAILURE() << describe(error).message;
+    }
+  }
+}
+
+TEST(NativeMeetingTest, OnlyTheLowestRankOfAHostTellsTheStoreThatItsRanksShareMemory) {
+  expect_no_errors(run_threads(
+      4,
+      [](RankOfTest& self) {
+        const auto store = std::make_shared<WatchedStore>(self.store);
+        const CommunicatorPtr group = join_introduced(self, store, {self.endpoint});
+        expect_works(group);
+        std::vector<std::string> written = store->written();
+        std::erase_if(written, [](const std::string& key) { return !contains(key, "joined"); });
+        EXPECT_EQ(written.size(), self.rank == 2 ? 1U : 0U);  // of the second host
+        group->shutdown();
+      },
+      test_environment(), {0, 0, 1, 1}));
+}
+
+// What the ranks of a group say to each other by other means than its store.
+struct Said {
+  std::mutex mutex;
+  std::vector<std::string> introductions;
+  std::string roster;
+};
+
+TEST(NativeMeetingTest, RanksThatHaveIntroducedThemselvesNeedNotDoSoAgain) {
+  for (const HostsOfRanks& hosts : {HostsOfRanks{0, 0, 0}, HostsOfRanks{0, 1, 0}}) {
+    Said said;
+    said.introductions.resize(3);
+    std::atomic<int> introduced = 0;
+    std::atomic<bool> has_roster = false;
+    expect_no_errors(run_threads(
+        3,
+        [&](RankOfTest& self) {
+          Environment environment = test_environment();
+          environment.host_id = self.host_id;
+          const auto own =
+              std::make_shared<OwnIntroduction>(self.rank, environment, nullptr, self.endpoint);
+          {
+            const std::lock_guard lock(said.mutex);
+            said.introductions[static_cast<std::size_t>(self.rank)] = own->text();
+          }
+          ++introduced;
+          introduced.notify_all();
+          for (int count = introduced; self.rank == 0 && count < 3; count = introduced) {
+            introduced.wait(count);
+          }
+          if (self.rank == 0) {
+            KnownProcesses processes = strangers(3);
+            said.roster = make_native_roster(*self.store, "world", said.introductions, processes);
+            has_roster = true;
+            has_roster.notify_all();
+          }
+          has_roster.wait(false);
+          const auto store = std::make_shared<WatchedStore>(self.store);
+          const CommunicatorPtr group =
+              join_introduced(self, store, {.own = own, .roster = said.roster});
+          expect_works(group);
+          for (const std::string& key : store->written()) {
+            EXPECT_FALSE(contains(key, "introduction")) << key;
+          }
+          group->shutdown();
+        },
+        test_environment(), hosts));
+  }
+}
+
+TEST(NativeMeetingTest, AnIntroductionThatIsNotUsedLeavesTheEndpointFree) {
+  const auto endpoint = std::make_shared<Endpoint>(test_environment());
+  {
+    OwnIntroduction own(0, test_environment(), nullptr, endpoint);
+    own.end();
+    own.end();
+  }
+  expect_no_errors(run_threads(
+      1, [](RankOfTest& self) { expect_works(join_introduced(self, self.store, {self.endpoint})); },
+      test_environment()));
+}
+
+TEST(NativeMeetingTest, ARankThatCannotTakePartSaysSoInItsIntroduction) {
+  Environment environment = test_environment();
+  std::vector<std::string> texts;
+  const auto endpoint = std::make_shared<Endpoint>(environment);
+  texts.push_back(OwnIntroduction(0, environment, nullptr, endpoint).text());
+  {
+    const NoThreads none;  // for the monitor of its endpoint
+    texts.push_back(
+        OwnIntroduction(1, environment, nullptr, std::make_shared<Endpoint>(environment)).text());
+  }
+  KnownProcesses processes = strangers(2);
+  const ErrorDescription error = error_of([&] {
+    static_cast<void>(
+        make_native_roster(*std::make_shared<MemoryStore>(), "world", texts, processes));
+  });
+  EXPECT_EQ(error.kind, ErrorKind::kTransport);
+  EXPECT_EQ(error.blame.ranks, std::vector<int>{1});
+  EXPECT_PRED2(contains, error.message, "no more threads");
+}
+
+}  // namespace
+}  // namespace pydist::testing
