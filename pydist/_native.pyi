@@ -114,8 +114,10 @@ class NativeIntroduction:
         The ranks have met, or will not. Idempotent.
         """
     @property
-    def text(self) -> str:
-        ...
+    def text(self) -> bytes:
+        """
+        As Introduction::to_text(), in no encoding.
+        """
 class Communicator:
     """
     One group of ranks on one backend. Collectives are called by every rank of the group, in the same order; any dense tensor on a device of capabilities() will do, also a non-contiguous one.
@@ -770,7 +772,7 @@ def line_handover_ns(communicator: Communicator, lines: torch.Tensor, peer: typi
     """
     Nanoseconds that a cache line takes from this rank's core to a peer's. Both call it, at the same time, each on a core of its own. lines: symmetric, 128 bytes or more, zeros on both. Timeout where the peer does not come within 10 s.
     """
-def make_native_roster(store: torch.distributed.distributed_c10d.Store, name: str, introductions: collections.abc.Sequence[str], processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]]) -> bytes:
+def make_native_roster(store: torch.distributed.distributed_c10d.Store, name: str, introductions: collections.abc.Sequence[bytes], processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]]) -> bytes:
     """
     For rank 0: what all ranks of the group `name` need, by `create_native`, made of the texts of their introductions, in rank order. `store` as for that, `processes` as well. Raises TransportError where they can't make up a group, Mismatch where they are not set alike.
     """

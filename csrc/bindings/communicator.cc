@@ -295,8 +295,6 @@ std::optional<py::object> failure(const Communicator& self) {
   return python_exception(self.failure());
 }
 
-// Of each rank: its number in the group that a new one is made of, its host, its pid, when it has
-// started, and whether this process sees it in /proc.
 void show_awaited(const std::string& group, int rank, const std::string& host, int pid) {
   if (const std::shared_ptr<Endpoint> endpoint = Endpoint::of_process_if_any()) {
     endpoint->show_awaited(group, rank, host, pid);

@@ -1,6 +1,6 @@
-// pydist._native.NativeIntroduction and make_native_roster: what the ranks of a native group say to
-// each other when they meet, for those who say something else in the same breath. And
-// rehearse_meeting, which does that and nothing else; for bench/meeting.py.
+// What the ranks of a native group say to each other when they meet. NativeIntroduction and
+// make_native_roster: for a caller that sends it together with something else. rehearse_meeting:
+// says it and makes no group, for bench/meeting.py.
 
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -104,15 +104,15 @@ void rehearse_meeting(c10::intrusive_ptr<c10d::Store> torch_store, int rank, int
 }
 
 py::bytes make_roster(c10::intrusive_ptr<c10d::Store> torch_store, const std::string& name,
-                      const std::vector<std::string>& introductions,
-                      const ProcessTuples& processes) {
+                      const std::vector<py::bytes>& introductions, const ProcessTuples& processes) {
+  const std::vector<std::string> texts(introductions.begin(), introductions.end());
   std::string roster;
   {
     const ReleasedGil released;
     const StorePtr store =
-        adapt_store(std::move(torch_store), kStorePatience, static_cast<int>(introductions.size()));
+        adapt_store(std::move(torch_store), kStorePatience, static_cast<int>(texts.size()));
     KnownProcesses known = known_processes(processes);
-    roster = make_native_roster(*store, name, introductions, known);
+    roster = make_native_roster(*store, name, texts, known);
   }
   return {roster};
 }
@@ -128,7 +128,9 @@ void bind_meeting(py::module_& module) {
              return std::make_shared<OwnIntroduction>(rank, Environment::read());
            }),
            py::arg("rank"), py::call_guard<ReleasedGil>())
-      .def_property_readonly("text", &OwnIntroduction::text)
+      .def_property_readonly(
+          "text", [](const OwnIntroduction& self) { return py::bytes(self.text()); },
+          "As Introduction::to_text(), in no encoding.")
       .def("end", &OwnIntroduction::end, py::call_guard<ReleasedGil>(),
            "The ranks have met, or will not. Idempotent.");
   module.def("make_native_roster", &make_roster, py::arg("store"), py::arg("name"),

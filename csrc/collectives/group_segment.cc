@@ -20,6 +20,14 @@ std::size_t transit_bytes(std::size_t chunk_bytes) noexcept {
   return round_up(kTransitSlots * chunk_bytes, page_bytes());
 }
 
+std::size_t stages_begin(int size, std::size_t chunk_bytes) noexcept {
+  return transit_begin(size) + static_cast<std::size_t>(size) * transit_bytes(chunk_bytes);
+}
+
+std::size_t stages_bytes(int size) noexcept {
+  return round_up(static_cast<std::size_t>(size) * sizeof(std::atomic<MeetingStage>), page_bytes());
+}
+
 }  // namespace
 
 GroupSegment::GroupSegment(SharedSegment segment, int size, std::size_t chunk_bytes) noexcept
@@ -27,14 +35,16 @@ GroupSegment::GroupSegment(SharedSegment segment, int size, std::size_t chunk_by
       size_(size),
       chunk_bytes_(chunk_bytes),
       control_stride_(control_bytes(size)),
-      transit_offset_(transit_begin(size)) {}
+      transit_offset_(transit_begin(size)),
+      stages_offset_(stages_begin(size, chunk_bytes)) {}
 
 std::size_t GroupSegment::bytes(int size, std::size_t chunk_bytes) noexcept {
-  return transit_begin(size) + static_cast<std::size_t>(size) * transit_bytes(chunk_bytes);
+  return stages_begin(size, chunk_bytes) + stages_bytes(size);
 }
 
-void GroupSegment::reserve_failure() const {
+void GroupSegment::reserve_common() const {
   segment_.reserve(0, sizeof(FailureRecord), "the record of failure of a group");
+  segment_.reserve(stages_offset_, stages_bytes(size_), "what the ranks of a group meet by");
 }
 
 void GroupSegment::reserve_control(int rank) const {

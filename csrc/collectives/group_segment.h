@@ -1,9 +1,11 @@
 // The layout of the memory of one group, which its ranks on one host share.
 //
-//   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... |
+//   | failure | control of rank 0 | ... | control of rank p-1 | transit of rank 0 | ... | stages |
 //
 // Everything but the record of failure has one writer, the rank that it belongs to, which also
-// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. Of two
+// reserves it: so it lies on that rank's NUMA node, and that rank's cgroup pays for it. The stages,
+// which ranks write and read before they all have reserved anything, the lowest rank of the host
+// reserves before it lets others map the segment; so it does with the record of failure. Of two
 // ranks each writes into the other's transit as well, and the first to need any reserves both: see
 // Note [Transits that are exchanged] in group.h. For a rank on another host, its counterpart here
 // writes (communicator/peers/remote_ranks.h), and the lowest rank of this host reserves. Controls
@@ -137,7 +139,8 @@ static_assert(sizeof(PostDetail) == 64);
 inline constexpr std::size_t kPrefetchBytes = 4096;
 static_assert(sizeof(FailureRecord) % kPrefetchBytes == 0);
 
-enum class Arrival : std::uint8_t {
+// How far a rank has come while the ranks of a group meet.
+enum class MeetingStage : std::uint32_t {
   kNotYet,
   kShares,  // it has all memory that it shares with the ranks of its host
   kStands,  // it knows that the group stands
@@ -161,11 +164,9 @@ struct RankControl {
   // Set when the rank lets go of the group: to a Departure.
   alignas(64) std::atomic<std::uint32_t> has_left;
   std::atomic<std::uint64_t> farewell;  // Absence::done; written before `has_left` is
-  // Not 0 where the rank can read the memory of all others through the kernel. Written before the
-  // rank arrives.
+  // Not 0 where the rank can read the memory of all others through the kernel. Written while the
+  // ranks meet.
   std::atomic<std::uint32_t> reads_processes;
-  // An Arrival: how far the rank has come while the ranks meet.
-  std::atomic<std::uint32_t> arrival;
 };
 
 class GroupSegment {
@@ -176,8 +177,8 @@ class GroupSegment {
   // Bytes of a segment for `size` ranks.
   [[nodiscard]] static std::size_t bytes(int size, std::size_t chunk_bytes) noexcept;
 
-  // Backs the record of failure.
-  void reserve_failure() const;
+  // Backs the record of failure and the stages.
+  void reserve_common() const;
   // So long a chunk has a line for the block of each receiver.
   [[nodiscard]] static constexpr std::size_t least_chunk_bytes(int size) noexcept {
     return static_cast<std::size_t>(size) * kLineBytes;
@@ -190,6 +191,9 @@ class GroupSegment {
 
   [[nodiscard]] FailureRecord& failure() const noexcept {
     return *reinterpret_cast<FailureRecord*>(segment_.data());
+  }
+  [[nodiscard]] std::atomic<MeetingStage>& stage(int rank) const noexcept {
+    return reinterpret_cast<std::atomic<MeetingStage>*>(segment_.data() + stages_offset_)[rank];
   }
   [[nodiscard]] RankControl& control(int rank) const noexcept {
     return *reinterpret_cast<RankControl*>(segment_.data() + sizeof(FailureRecord) +
@@ -210,6 +214,7 @@ class GroupSegment {
   std::size_t chunk_bytes_ = 0;
   std::size_t control_stride_ = 0;
   std::size_t transit_offset_ = 0;
+  std::size_t stages_offset_ = 0;
 };
 
 }  // namespace pydist

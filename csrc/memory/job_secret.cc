@@ -32,7 +32,9 @@ std::string own_folder_in(const std::string& parent) {
 std::vector<std::string> possible_folders() {
   std::vector<std::string> folders;
   const char* const runtime = std::getenv("XDG_RUNTIME_DIR");
-  folders.push_back(own_folder_in(runtime != nullptr && *runtime == '/' ? runtime : "/dev/shm"));
+  if (runtime != nullptr && *runtime == '/') {
+    folders.push_back(own_folder_in(runtime));
+  }
   std::error_code error;
   const std::filesystem::path temporary = std::filesystem::temp_directory_path(error);
   folders.push_back(own_folder_in(error ? "/tmp" : temporary.string()));

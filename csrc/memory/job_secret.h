@@ -35,8 +35,7 @@ class JobSecret {
 };
 
 // A file with a secret, removed when this object goes. It lies in a folder of the user's own under
-// XDG_RUNTIME_DIR, or where that is not set under /dev/shm: nobody waits for a disk there. Failing
-// that, under the temporary folder.
+// XDG_RUNTIME_DIR or, failing that, the temporary folder.
 class SecretFile {
  public:
   // `name`: no other file's. Throws TransportError where there is no place for it.

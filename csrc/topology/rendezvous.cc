@@ -91,6 +91,7 @@ struct Answered : std::exception {
 std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadline deadline,
                              const CheckHope& check_hope) {
   const Deadline::Clock::time_point since = Deadline::Clock::now();
+  bool has_asked = false;
   while (check_hope) {
     std::exception_ptr lost;
     try {
@@ -101,8 +102,10 @@ std::string get_while_hoping(KeyValueStore& store, const std::string& key, Deadl
     try {
       // What a rank wrote before it left counts: one more look.
       const std::chrono::milliseconds look = lost ? std::chrono::milliseconds(0) : kLook;
-      return store.go_on_waiting(key, deadline.earlier_of(Deadline::in(look)), since);
+      const Deadline end = deadline.earlier_of(Deadline::in(look));
+      return has_asked ? store.go_on_waiting(key, end, since) : store.get(key, end);
     } catch (const Timeout&) {
+      has_asked = true;
       rethrow_if_any(lost);
       if (deadline.has_passed()) {
         throw;

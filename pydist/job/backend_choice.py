@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pydist import _native
 from pydist._load import __version__
 from pydist.config.variables import parse_backend
-from pydist.errors import InvalidUsage, PeerLost, Timeout, TransportError
+from pydist.errors import InvalidUsage, Mismatch, PeerLost, Timeout, TransportError
 from pydist.gpu.nccl import connect_at_joining, find_nccl
 from pydist.job import current
 from pydist.job.gloo_factory import gloo_factory
@@ -86,7 +86,7 @@ def _hello(
             hello["chosen"] = kept
         if size > 1 and hello["wish"] != "gloo":
             introduction = _native.NativeIntroduction(rank)
-            hello["introduction"] = introduction.text
+            hello["introduction"] = introduction.text.decode("latin-1")  # any bytes
     except InvalidUsage as error:
         hello["error"] = str(error)
     except Exception as error:
@@ -261,7 +261,9 @@ def create_communicator(
             hello,
             timeout,
             current.job.require_hope,
-            None if size == 1 else partial(_make_roster, dist.PrefixStore("native", store), name),
+            None
+            if size == 1
+            else partial(_make_roster, dist.PrefixStore("native", store), name, ranks),
         )
         gpu = agreed.gpus[rank]
         network = join_network(rank, agreed.hosts, agreed.networks)
@@ -293,10 +295,28 @@ def create_communicator(
 
 
 def _make_roster(
-    store: dist.Store, name: str, introductions: Sequence[str], processes: Sequence[Process]
+    store: dist.Store,
+    name: str,
+    members: Sequence[int],
+    introductions: Sequence[str],
+    processes: Sequence[Process],
 ) -> bytes:
-    known = _known(processes, range(len(processes)))
-    return _native.make_native_roster(store, name, introductions, known)
+    """See `backend_agreement.MakeRoster`; the others as in `_Meeting`."""
+    texts = [text.encode("latin-1") for text in introductions]
+    try:
+        return _native.make_native_roster(store, name, texts, _known(processes, members))
+    except (Mismatch, TransportError):
+        raise
+    except Exception as error:
+        # No memory, say: the others must hear of that.
+        raise TransportError(
+            f"rank {members[0]} ({processes[0]}) can't tell the others who they are: "
+            f"{in_words(error)}",
+            ranks=(members[0],),
+            host=processes[0].host,
+            pid=processes[0].pid,
+            cause=in_words(error),
+        ) from error
 
 
 def _choose(

@@ -41,7 +41,7 @@ namespace {
 std::string topic_of(const std::string& name) { return "pydist/" + name; }
 std::string introduction_topic(const std::string& name) { return topic_of(name) + "/introduction"; }
 
-// How often a rank that waits for another one to answer looks whether anybody has failed.
+// How often a rank that waits for another one to answer looks whether anybody has failed, at most.
 constexpr std::chrono::milliseconds kNewsInterval{50};
 // How long any news takes to reach all ranks.
 constexpr std::chrono::milliseconds kNewsGrace{1'000};
@@ -170,16 +170,16 @@ class Meeting {
   // The ranks of a host tell each other in the memory that they share by then, and the lowest of
   // each host tells rank 0 through the store.
   void wait_for_verdict() {
-    std::atomic<std::uint32_t>& arrival = memory_.group().control(rank_).arrival;
+    std::atomic<MeetingStage>& stage = memory_.group().stage(rank_);
     if (rank_ != leader()) {
-      arrival.store(static_cast<std::uint32_t>(Arrival::kShares), std::memory_order_release);
-      // Of rank 0 its leader hears first, or that it is late.
-      wait_for_arrival(leader(), Arrival::kStands, in_grace(kGraceAfterRankZero + kNewsGrace));
+      stage.store(MeetingStage::kShares, std::memory_order_release);
+      // So long that the leader, which waits for rank 0, is the first to give up.
+      wait_for_stage(leader(), MeetingStage::kStands, in_grace(kGraceAfterRankZero + kNewsGrace));
       return;
     }
     for (const int peer : placement().ranks_on(own_host())) {
       if (peer != rank_) {
-        wait_for_arrival(peer, Arrival::kShares, deadline_);
+        wait_for_stage(peer, MeetingStage::kShares, deadline_);
       }
     }
     const auto leader_key = [this](int rank) { return join(topic_, "/joined/", rank); };
@@ -187,14 +187,16 @@ class Meeting {
       store_.set(leader_key(rank_), "");
       require_standing(hear(verdict_key(), in_grace(kGraceAfterRankZero), 0));
     } else {
+      // So long that a leader that waits for a rank of its host, and knows which, gives up first.
+      const Deadline patient = in_grace(kNewsGrace);
       for (int host = 1; host < placement().hosts(); ++host) {
         const std::string key = leader_key(placement().leader_of(host));
-        static_cast<void>(hear(key, deadline_, placement().leader_of(host)));
+        static_cast<void>(hear(key, patient, placement().leader_of(host)));
         store_.erase(key);
       }
       require_standing(store_.settle(verdict_key(), kStands));
     }
-    arrival.store(static_cast<std::uint32_t>(Arrival::kStands), std::memory_order_release);
+    stage.store(MeetingStage::kStands, std::memory_order_release);
   }
 
   std::string hear(const std::string& key, Deadline deadline, int awaited) {
@@ -205,14 +207,27 @@ class Meeting {
     }
   }
 
-  // Until a rank of this host has come so far.
-  void wait_for_arrival(int rank, Arrival stage, Deadline deadline) {
-    const std::atomic<std::uint32_t>& arrival = memory_.group().control(rank).arrival;
+  // Until a rank of this host has come so far; or until the store says that the group stands, which
+  // that rank may not live to tell.
+  void wait_for_stage(int rank, MeetingStage stage, Deadline deadline) {
+    const auto has_come = [this, stage, &its = memory_.group().stage(rank)] {
+      return stands_ || its.load(std::memory_order_acquire) >= stage;
+    };
     std::chrono::microseconds pause = kFirstLook;
-    while (arrival.load(std::memory_order_acquire) < static_cast<std::uint32_t>(stage)) {
-      check_hope(rank);
-      if (deadline.has_passed()) {
-        throw_lateness_of(rank);
+    while (!has_come()) {
+      try {
+        check_hope(rank);
+        if (deadline.has_passed()) {
+          throw_lateness_of(rank);
+        }
+      } catch (...) {
+        if (interruption_ == nullptr && failure_ == nullptr) {
+          look_for_verdict();  // what was settled before that counts
+        }
+        if (interruption_ == nullptr && has_come()) {
+          return;
+        }
+        throw;
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, kLongestLook);
@@ -229,6 +244,7 @@ class Meeting {
       failure_ = error_of(verdict);
       std::rethrow_exception(failure_);
     }
+    stands_ = true;
   }
 
   // Makes `error` the verdict, unless there is one.
@@ -280,7 +296,7 @@ class Meeting {
     warn_if_long(awaited);
     require_running_in_grace(awaited);
     if (next_look_.has_passed()) {
-      next_look_ = Deadline::in(kNewsInterval);
+      next_look_ = Deadline::in(news_interval());
       noting_interruption(interruption_, [this] { look_for_verdict(); });
     }
     if (options_.check_hope) {
@@ -327,6 +343,10 @@ class Meeting {
       const KnownProcess& its = process(rank);
       membership_.endpoint->show_awaited(options_.name, rank, its.host, its.pid);
     }
+  }
+  // Some thousand ranks together ask for news ten thousand times a second.
+  [[nodiscard]] std::chrono::milliseconds news_interval() const {
+    return std::max(kNewsInterval, std::chrono::milliseconds(size_ / 10));
   }
   void look_for_verdict() {
     if (const std::optional<std::string> verdict = look_up(store_, verdict_key())) {
@@ -573,7 +593,8 @@ class Meeting {
   HostRoster host_roster_;
   std::exception_ptr interruption_;  // by the user, amid the meeting
   std::exception_ptr failure_;       // of all ranks, once it is settled
-  Deadline next_look_ = Deadline::in(kNewsInterval);
+  bool stands_ = false;              // the group, by the verdict
+  Deadline next_look_ = Deadline::in(news_interval());
   LongWait long_wait_;
 };
 

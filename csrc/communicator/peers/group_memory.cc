@@ -15,6 +15,7 @@ constexpr const char* kHeap = "/heap";
 void GroupMemory::create(const Placement& placement, int host) {
   lanes_ = LaneTable(placement, host);
   group_ = SharedSegment::create("group", GroupSegment::bytes(size_, chunk_bytes_));
+  group().reserve_common();
   messages_ = SharedSegment::create("messages", LaneSegment::bytes(lanes_, kMessageLanes));
   if (placement.spans_hosts()) {
     collectives_ = SharedSegment::create(
@@ -62,9 +63,6 @@ void GroupMemory::fetch(const Placement& placement, int host,
 
 void GroupMemory::reserve(int rank, const Placement& placement) const {
   const bool is_leader = rank == placement.leader_of(placement.host_of(rank));
-  if (is_leader) {
-    group().reserve_failure();
-  }
   for (int each = 0; each < size_; ++each) {
     if (each == rank || (is_leader && !placement.share_host(each, rank))) {
       group().reserve_control(each);

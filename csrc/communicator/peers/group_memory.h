@@ -22,7 +22,7 @@ class GroupMemory {
   GroupMemory(int size, std::size_t chunk_bytes) noexcept
       : size_(size), chunk_bytes_(chunk_bytes) {}
 
-  // New memory for the ranks of a host. Throws TransportError.
+  // New memory for the ranks of a host, with what is everybody's backed. Throws TransportError.
   void create(const Placement& placement, int host);
 
   // Lets the other ranks of the host fetch it, as long as the offers live.

@@ -1,8 +1,8 @@
 // What a rank says of itself to the ranks that it is about to meet, with what stands behind it
 // until they have met: the process's endpoint, and the secret, where this rank makes it up.
 //
-// The meeting of a group makes it by itself, unless the caller has: ranks that say something else
-// to each other first say this in the same breath.
+// The meeting of a group makes it by itself, unless the caller has: ranks that have to tell each
+// other something else first, tell this together with it.
 
 #pragma once
 

@@ -5,11 +5,12 @@ Note [One choice for the whole job]
 left waiting. So the first thing that the ranks of a job exchange, through the store and before
 anything is built on it, is a hello: what each was asked for, which versions it runs, and which GPUs
 it has. Rank 0 reads what all said and publishes one verdict, which all follow: the backend to try,
-or the error that all raise. A rank that may be on the native engine introduces itself to that in
-the same breath, and its ranks hear the roster with the verdict. Whether the native engine can serve
-them all is agreed by the engine itself (`create_native` succeeds on every rank, or raises the same
-TransportError on every rank, as does `create_nccl`); on TransportError `auto` takes the next one,
-everywhere. Groups that are made later follow the job's choice without asking again.
+or the error that all raise. Where the native engine may be taken, each hello also has what the
+engine's ranks tell each other first, and all hear with the verdict what rank 0 makes of that: the
+engine's roster, or why there can be none. Otherwise the engine itself agrees whether it can serve
+them all (`create_native` succeeds on every rank, or raises the same TransportError on every rank,
+as does `create_nccl`); on TransportError `auto` takes the next one, everywhere. Groups that are
+made later follow the job's choice without asking again.
 """
 
 import json
@@ -77,7 +78,7 @@ class Verdict(NamedTuple):
     networks: tuple[dict[str, Any], ...]
     # Each rank's process, in rank order.
     processes: tuple[Process, ...]
-    # Why the native engine can't serve these ranks; None if it can, or nobody asked for it.
+    # Why these ranks can't meet on the native engine, if that is known already.
     not_native: TransportError | None = None
     # What it needs, where it can and the ranks have introduced themselves.
     roster: bytes | None = None
@@ -208,7 +209,7 @@ def _collect(
     try:
         have_come = wait_for_keys(store, keys, timeout, look)
     except PeerLost as error:
-        return _told(error), b""
+        return _error_as_json(error), b""
     # One that comes now is in time.
     if not have_come and (missing := _missing(store, size)):
         return {
@@ -222,21 +223,22 @@ def _collect(
     verdict = judge(hellos)
     if make_roster is None or "error" in verdict or verdict["wish"] == "gloo":
         return verdict, b""
-    introductions = [hello["introduction"] for hello in hellos]
+    # A build that says none is another one.
+    introductions = [hello.get("introduction", "") for hello in hellos]
     try:
         return verdict, make_roster(introductions, _processes_of(verdict))
     except TransportError as error:
-        return {**verdict, "not_native": _told(error)}, b""
-    except Error as error:
-        return _told(error), b""
+        return {**verdict, "not_native": _error_as_json(error)}, b""
+    except Mismatch as error:
+        return _error_as_json(error), b""
 
 
-def _told(error: Error) -> dict[str, Any]:
+def _error_as_json(error: Error) -> dict[str, Any]:
     """An error that all are to raise, or to hear of."""
     return {"error": type(error).__name__, "message": str(error), "blame": error.blame}
 
 
-def _made(told: Mapping[str, Any]) -> Error:
+def _error_of_json(told: Mapping[str, Any]) -> Error:
     return _ERRORS[told["error"]](told["message"], **told.get("blame", {}))
 
 
@@ -325,8 +327,8 @@ def agree(
     else:
         verdict, roster = _hear(store, size, timeout, require_hope)
     if "error" in verdict:
-        raise _made(verdict)
-    obstacle = _made(verdict["not_native"]) if "not_native" in verdict else None
+        raise _error_of_json(verdict)
+    obstacle = _error_of_json(verdict["not_native"]) if "not_native" in verdict else None
     assert obstacle is None or isinstance(obstacle, TransportError)
     return Verdict(
         verdict["wish"],

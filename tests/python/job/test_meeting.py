@@ -5,17 +5,22 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import pydist
 from pydist import _native
+from pydist.job import backend_choice
 from pydist.job.launchers import Placement, Rendezvous
 from pydist.job.meeting import backend_agreement, store_waits
 from pydist.job.meeting.rendezvous import meet
+from pydist.job.processes import Process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,6 +54,90 @@ def test_a_rank_0_that_never_comes_is_blamed(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(pydist.Timeout, match="rank 0 did not join") as caught:
         backend_agreement.agree(dist.HashStore(), 1, 2, {}, timedelta(seconds=0.2))
     assert caught.value.ranks == (0,)
+
+
+def agree_with(
+    make_roster: backend_agreement.MakeRoster,
+) -> list[backend_agreement.Verdict | pydist.Error]:
+    """What two ranks come to that introduce themselves to the native engine."""
+    store = dist.HashStore()
+    process = {"machine": "m", "host": "h", "pid": 1, "started": 1}
+    hello = {"wish": "auto", "host": "h", "gpus": [], "for_cuda": False, "misses_gpu": False}
+    hello |= {
+        "local_rank": None,
+        "no_gpu": "there is none",
+        "chosen": None,
+        "network": {},
+        "process": process,
+    }
+
+    def come(rank: int) -> backend_agreement.Verdict | pydist.Error:
+        mine = {**HELLO, **hello, "introduction": f"I am {rank}"}
+        try:
+            return backend_agreement.agree(
+                store, rank, 2, mine, timedelta(seconds=20), make_roster=make_roster
+            )
+        except pydist.Error as error:
+            return error
+
+    with ThreadPoolExecutor(2) as both:
+        return list(both.map(come, (0, 1)))
+
+
+def test_all_hear_what_rank_0_makes_of_their_introductions() -> None:
+    def make(introductions: Sequence[str], processes: Sequence[Process]) -> bytes:
+        assert [each.pid for each in processes] == [1, 1]
+        return "; ".join(introductions).encode() + b"\xff"
+
+    for verdict in agree_with(make):
+        assert isinstance(verdict, backend_agreement.Verdict)
+        assert verdict.roster == b"I am 0; I am 1\xff"
+        assert verdict.not_native is None
+
+
+def test_all_hear_why_they_can_not_meet_on_the_native_engine() -> None:
+    def make(_: Sequence[str], __: Sequence[Process]) -> bytes:
+        raise pydist.TransportError("no thread", ranks=(1,), host="h", pid=1, cause="no thread")
+
+    for verdict in agree_with(make):
+        assert isinstance(verdict, backend_agreement.Verdict)
+        assert verdict.roster is None
+        assert (str(verdict.not_native), verdict.not_native.ranks) == ("no thread", (1,))
+
+
+def test_what_must_be_alike_on_the_native_engine_is_an_error_of_all() -> None:
+    def make(_: Sequence[str], __: Sequence[Process]) -> bytes:
+        raise pydist.Mismatch("set alike", ranks=(1,))
+
+    for error in agree_with(make):
+        assert isinstance(error, pydist.Mismatch)
+        assert (str(error), error.ranks) == ("set alike", (1,))
+
+
+def test_rank_0_tells_why_it_can_not_make_a_roster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(_native, "make_native_roster", fail)
+    make = partial(backend_choice._make_roster, dist.HashStore(), "world", (4, 5))
+    for verdict in agree_with(make):
+        assert isinstance(verdict, backend_agreement.Verdict)
+        assert verdict.not_native is not None
+        assert "no memory is left" in str(verdict.not_native)
+        assert (verdict.not_native.ranks, verdict.not_native.pid) == ((4,), 1)
+
+
+def test_an_introduction_takes_its_secret_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("PYDIST_JOB_SECRET", raising=False)
+    introduction = _native.NativeIntroduction(0)
+    assert len(list(tmp_path.rglob("*"))) == 2  # a folder and a file
+    introduction.end()
+    introduction.end()
+    assert not list(tmp_path.iterdir())
+    _native.release_process()
 
 
 def test_survivors_take_no_store_for_alive_that_closes_their_connections() -> None:

@@ -42,7 +42,7 @@ inline ProcessMemory own_memory() {
 class SharingRanks {
  public:
   explicit SharingRanks(const std::vector<ProcessMemory>& processes = {}) {
-    segment_.reserve_failure();
+    segment_.reserve_common();
     for (int rank = 0; rank < kRanksThatShare; ++rank) {
       segment_.reserve_control(rank);
       symmetric_.emplace_back(rank, kRanksThatShare, file_,

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <exception>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -135,16 +138,63 @@ TEST(NativeMeetingTest, RanksThatHaveIntroducedThemselvesNeedNotDoSoAgain) {
   }
 }
 
-TEST(NativeMeetingTest, AnIntroductionThatIsNotUsedLeavesTheEndpointFree) {
-  const auto endpoint = std::make_shared<Endpoint>(test_environment());
-  {
-    OwnIntroduction own(0, test_environment(), nullptr, endpoint);
-    own.end();
-    own.end();
+int monitors() {
+  int count = 0;
+  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task")) {
+    std::string name;
+    std::getline(std::ifstream(task.path() / "comm"), name);
+    count += name == "pydist-monitor" ? 1 : 0;
   }
-  expect_no_errors(run_threads(
-      1, [](RankOfTest& self) { expect_works(join_introduced(self, self.store, {self.endpoint})); },
-      test_environment()));
+  return count;
+}
+
+TEST(NativeMeetingTest, AnIntroductionKeepsTheProcessInTheJobUntilItsEnd) {
+  Endpoint::release_process();
+  ASSERT_EQ(monitors(), 0);
+  OwnIntroduction own(0, test_environment());
+  Endpoint::release_process();
+  EXPECT_EQ(monitors(), 1);
+  own.end();
+  EXPECT_EQ(monitors(), 0);
+  own.end();
+}
+
+// Throws while the ranks meet, once the verdict on the group is in the store.
+class FailingAfterVerdict final : public KeyValueStore {
+ public:
+  explicit FailingAfterVerdict(StorePtr store) : store_(std::move(store)) {}
+
+  void set(const std::string& key, const std::string& value) override { store_->set(key, value); }
+  std::string settle(const std::string& key, const std::string& value) override {
+    return store_->settle(key, value);
+  }
+  std::string get(const std::string& key, Deadline deadline) override {
+    std::string value = store_->get(key, deadline);
+    if (contains(key, "verdict")) {
+      throw TransportError("the store is gone");
+    }
+    return value;
+  }
+  void erase(const std::string& key) override { store_->erase(key); }
+
+ private:
+  const StorePtr store_;
+};
+
+TEST(NativeMeetingTest, AVerdictCountsWhereTheLowestRankOfTheHostDoesNotLiveToTellIt) {
+  const std::vector<std::exception_ptr> errors =
+      run_threads(3,
+                  [](RankOfTest& self) {
+                    const bool fails = self.rank == 1;  // the lowest of its host
+                    const StorePtr store =
+                        fails ? std::make_shared<FailingAfterVerdict>(self.store) : self.store;
+                    const CommunicatorPtr group = join_introduced(self, store, {self.endpoint});
+                    EXPECT_EQ(group->size(), 3);
+                  },
+                  test_environment(), {0, 1, 1});
+  EXPECT_FALSE(errors[0]) << describe(errors[0]).message;
+  EXPECT_TRUE(errors[1]);
+  EXPECT_FALSE(errors[2]) << describe(errors[2]).message;
 }
 
 TEST(NativeMeetingTest, ARankThatCannotTakePartSaysSoInItsIntroduction) {

@@ -43,7 +43,7 @@ RemoteGround::RemoteGround(int rank, bool connects)
     collectives_.reserve_counters(each);
   }
   messages_.reserve_lane(rank_, kRemote);
-  segment_.reserve_failure();
+  segment_.reserve_common();
   make_ranks();
 }
 
