@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -61,6 +63,8 @@ class TrainedParameters:
         self._frozen: list[tuple[str, nn.Parameter]] = []
         self.known: Trained = []
         self._known_ids: set[int] = set()
+        self._tables: list[dict[str, nn.Parameter | None]] = []
+        self._standing: list[nn.Parameter | None] = []
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._containers: list[nn.Module] = []
         self._children: list[tuple[nn.Module | None, ...]] = []
@@ -92,16 +96,24 @@ class TrainedParameters:
             # Containers' insert() registers nothing.
             and children_of_each(self._containers) == self._children
             # Conversions and fully_shard may put others in place without registering them.
-            and not any(
-                (now := table.get(key)) is not before and _is_converted(now, before)
-                for table, key, before in self._places
-            )
+            and (self._all_stand() or not self._any_is_converted())
         ):
             return []
         joined = self._walk()
         if joined:
             self._seen = -1  # what is found once is found again until it is known
         return joined
+
+    def _all_stand(self) -> bool:
+        """Whether all stand where they stood; every forward asks, so without a loop in Python."""
+        now = [*chain.from_iterable(map(dict.values, self._tables))]
+        return len(now) == len(self._standing) and all(map(is_, now, self._standing))
+
+    def _any_is_converted(self) -> bool:
+        return any(
+            (now := table.get(key)) is not before and _is_converted(now, before)
+            for table, key, before in self._places
+        )
 
     def _walk(self) -> Trained:
         seen = _registrations
@@ -122,11 +134,12 @@ class TrainedParameters:
         self._frozen = [(name, p) for name, p in named if not p.requires_grad]
         self._containers = with_children(self._module)
         self._children = children_of_each(self._containers)
+        tables = map(parameters_of, self._module.modules())
+        self._tables = [table for table in tables if table is not None]
+        self._standing = [*chain.from_iterable(map(dict.values, self._tables))]
         self._places = [
             (table, key, parameter)
-            for part in self._module.modules()
-            for table in [parameters_of(part)]
-            if table is not None
+            for table in self._tables
             for key, parameter in table.items()
             if parameter is not None
         ]
