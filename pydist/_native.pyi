@@ -772,7 +772,7 @@ def line_handover_ns(communicator: Communicator, lines: torch.Tensor, peer: typi
     """
     Nanoseconds that a cache line takes from this rank's core to a peer's. Both call it, at the same time, each on a core of its own. lines: symmetric, 128 bytes or more, zeros on both. Timeout where the peer does not come within 10 s.
     """
-def make_native_roster(store: torch.distributed.distributed_c10d.Store, name: str, introductions: collections.abc.Sequence[bytes], processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]]) -> bytes:
+def make_native_roster(own: NativeIntroduction, store: torch.distributed.distributed_c10d.Store, name: str, introductions: collections.abc.Sequence[bytes], processes: collections.abc.Sequence[tuple[typing.SupportsInt | typing.SupportsIndex, str, typing.SupportsInt | typing.SupportsIndex, typing.SupportsInt | typing.SupportsIndex, bool]]) -> bytes:
     """
     For rank 0: what all ranks of the group `name` need, by `create_native`, made of the texts of their introductions, in rank order. `store` as for that, `processes` as well. Raises TransportError where they can't make up a group, Mismatch where they are not set alike.
     """

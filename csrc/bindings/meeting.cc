@@ -103,8 +103,9 @@ void rehearse_meeting(c10::intrusive_ptr<c10d::Store> torch_store, int rank, int
   static_cast<void>(store->settle("verdict", "stands"));
 }
 
-py::bytes make_roster(c10::intrusive_ptr<c10d::Store> torch_store, const std::string& name,
-                      const std::vector<py::bytes>& introductions, const ProcessTuples& processes) {
+py::bytes make_roster(OwnIntroduction& own, c10::intrusive_ptr<c10d::Store> torch_store,
+                      const std::string& name, const std::vector<py::bytes>& introductions,
+                      const ProcessTuples& processes) {
   const std::vector<std::string> texts(introductions.begin(), introductions.end());
   std::string roster;
   {
@@ -112,7 +113,7 @@ py::bytes make_roster(c10::intrusive_ptr<c10d::Store> torch_store, const std::st
     const StorePtr store =
         adapt_store(std::move(torch_store), kStorePatience, static_cast<int>(texts.size()));
     KnownProcesses known = known_processes(processes);
-    roster = make_native_roster(*store, name, texts, known);
+    roster = make_native_roster(own, *store, name, texts, known);
   }
   return {roster};
 }
@@ -133,7 +134,7 @@ void bind_meeting(py::module_& module) {
           "As Introduction::to_text(), in no encoding.")
       .def("end", &OwnIntroduction::end, py::call_guard<ReleasedGil>(),
            "The ranks have met, or will not. Idempotent.");
-  module.def("make_native_roster", &make_roster, py::arg("store"), py::arg("name"),
+  module.def("make_native_roster", &make_roster, py::arg("own"), py::arg("store"), py::arg("name"),
              py::arg("introductions"), py::arg("processes"),
              "For rank 0: what all ranks of the group `name` need, by `create_native`, made of the "
              "texts of their introductions, in rank order. `store` as for that, `processes` as "

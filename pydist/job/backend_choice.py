@@ -263,7 +263,9 @@ def create_communicator(
             current.job.require_hope,
             None
             if size == 1
-            else partial(_make_roster, dist.PrefixStore("native", store), name, ranks),
+            else partial(
+                _make_roster, introduction, dist.PrefixStore("native", store), name, ranks
+            ),
         )
         gpu = agreed.gpus[rank]
         network = join_network(rank, agreed.hosts, agreed.networks)
@@ -295,6 +297,7 @@ def create_communicator(
 
 
 def _make_roster(
+    own: _native.NativeIntroduction | None,
     store: dist.Store,
     name: str,
     members: Sequence[int],
@@ -304,7 +307,8 @@ def _make_roster(
     """See `backend_agreement.MakeRoster`; the others as in `_Meeting`."""
     texts = [text.encode("latin-1") for text in introductions]
     try:
-        return _native.make_native_roster(store, name, texts, _known(processes, members))
+        assert own is not None  # this rank has said it, as all have
+        return _native.make_native_roster(own, store, name, texts, _known(processes, members))
     except (Mismatch, TransportError):
         raise
     except Exception as error:

@@ -76,6 +76,7 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
     except BaseException:
         if is_world:
             forget_failed_world()
+            _native.release_process()  # what this rank has made for the others
         raise
     communicator.timeout = timeout.total_seconds()
     return _native.ProcessGroup(communicator, timeout)

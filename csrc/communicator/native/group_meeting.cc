@@ -115,6 +115,9 @@ class Meeting {
     };
     try {
       introduce();
+      // Ranks that came at different times are here at the same time: so whoever waits for another
+      // one that waits itself is not the first to give up.
+      deadline_ = Deadline::in(options_.environment.timeout);
       if (placement().spans_hosts()) {
         introduce_to_hosts();
       }
@@ -138,7 +141,7 @@ class Meeting {
     std::vector<SegmentOffer> offers;  // until everybody has them, or nobody will
     try {
       share(offers);
-      noting_interruption(interruption_, [this] { wait_for_verdict(); });
+      wait_for_verdict();
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       // What has come to its end (descriptors, say) may be needed to tell the others.
@@ -167,10 +170,28 @@ class Meeting {
     throw Timeout(late.message, std::move(late.blame));
   }
 
-  // The ranks of a host tell each other in the memory that they share by then, and the lowest of
-  // each host tells rank 0 through the store.
+  // Returns where the group stands.
   void wait_for_verdict() {
     std::atomic<MeetingStage>& stage = memory_.group().stage(rank_);
+    try {
+      noting_interruption(interruption_, [&] { hear_verdict(stage); });
+    } catch (...) {
+      if (interruption_ != nullptr || failure_ != nullptr) {
+        throw;
+      }
+      // What is settled counts, also where whoever was to tell it has died meanwhile.
+      if (rank_ == leader() || !has_come(leader(), MeetingStage::kStands)) {
+        stand_or_tell(std::current_exception());
+      }
+    }
+    if (rank_ == leader()) {
+      stage.store(MeetingStage::kStands, std::memory_order_release);
+    }
+  }
+
+  // The ranks of a host tell each other in the memory that they share by then, and the lowest of
+  // each host tells rank 0 through the store.
+  void hear_verdict(std::atomic<MeetingStage>& stage) {
     if (rank_ != leader()) {
       stage.store(MeetingStage::kShares, std::memory_order_release);
       // So long that the leader, which waits for rank 0, is the first to give up.
@@ -186,17 +207,16 @@ class Meeting {
     if (rank_ != 0) {
       store_.set(leader_key(rank_), "");
       require_standing(hear(verdict_key(), in_grace(kGraceAfterRankZero), 0));
-    } else {
-      // So long that a leader that waits for a rank of its host, and knows which, gives up first.
-      const Deadline patient = in_grace(kNewsGrace);
-      for (int host = 1; host < placement().hosts(); ++host) {
-        const std::string key = leader_key(placement().leader_of(host));
-        static_cast<void>(hear(key, patient, placement().leader_of(host)));
-        store_.erase(key);
-      }
-      require_standing(store_.settle(verdict_key(), kStands));
+      return;
     }
-    stage.store(MeetingStage::kStands, std::memory_order_release);
+    // So long that a leader that waits for a rank of its host, and knows which, gives up first.
+    const Deadline patient = in_grace(kNewsGrace);
+    for (int host = 1; host < placement().hosts(); ++host) {
+      const std::string key = leader_key(placement().leader_of(host));
+      static_cast<void>(hear(key, patient, placement().leader_of(host)));
+      store_.erase(key);
+    }
+    require_standing(store_.settle(verdict_key(), kStands));
   }
 
   std::string hear(const std::string& key, Deadline deadline, int awaited) {
@@ -207,27 +227,18 @@ class Meeting {
     }
   }
 
-  // Until a rank of this host has come so far; or until the store says that the group stands, which
-  // that rank may not live to tell.
+  // Whether a rank of this host has come so far.
+  [[nodiscard]] bool has_come(int rank, MeetingStage stage) const {
+    return memory_.group().stage(rank).load(std::memory_order_acquire) >= stage;
+  }
+
+  // Until it has, or the store says that the group stands.
   void wait_for_stage(int rank, MeetingStage stage, Deadline deadline) {
-    const auto has_come = [this, stage, &its = memory_.group().stage(rank)] {
-      return stands_ || its.load(std::memory_order_acquire) >= stage;
-    };
     std::chrono::microseconds pause = kFirstLook;
-    while (!has_come()) {
-      try {
-        check_hope(rank);
-        if (deadline.has_passed()) {
-          throw_lateness_of(rank);
-        }
-      } catch (...) {
-        if (interruption_ == nullptr && failure_ == nullptr) {
-          look_for_verdict();  // what was settled before that counts
-        }
-        if (interruption_ == nullptr && has_come()) {
-          return;
-        }
-        throw;
+    while (!has_come(rank, stage) && !stands_) {
+      check_hope(rank);
+      if (deadline.has_passed()) {
+        throw_lateness_of(rank);
       }
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, kLongestLook);
@@ -245,6 +256,18 @@ class Meeting {
       std::rethrow_exception(failure_);
     }
     stands_ = true;
+  }
+
+  // Makes `error` the verdict, unless there is one, and throws that; returns where the group
+  // stands.
+  void stand_or_tell(const std::exception_ptr& error) {
+    std::string verdict;
+    try {
+      verdict = store_.settle(verdict_key(), complaint_about(error));
+    } catch (...) {
+      std::rethrow_exception(error);  // the store is gone: nobody can be told
+    }
+    require_standing(verdict);
   }
 
   // Makes `error` the verdict, unless there is one.
@@ -382,7 +405,7 @@ class Meeting {
     membership_.endpoint_use = own.take_use();
     if (!introduced_.roster) {
       const auto make_roster = [&](const std::vector<std::string>& texts) {
-        return make_native_roster(store_, options_.name, texts, processes_);
+        return make_native_roster(own, store_, options_.name, texts, processes_);
       };
       introduced_.roster = hear_roster(introduction_topic(options_.name), own.text(), make_roster);
     }
@@ -584,7 +607,7 @@ class Meeting {
   KnownProcesses processes_;  // by rank; more of them from the roster on
   const std::string topic_;
   const std::size_t chunk_bytes_;
-  const Deadline deadline_;
+  Deadline deadline_;
   Introduced introduced_;
   NativeMembership membership_;
   GroupMemory memory_ = no_memory();
@@ -605,12 +628,19 @@ NativeMembership meet_group(KeyValueStore& store, int rank, int size, const Nati
   return Meeting(store, rank, size, options, std::move(introduced)).hold();
 }
 
-std::string make_native_roster(KeyValueStore& store, const std::string& name,
+std::string make_native_roster(OwnIntroduction& own, KeyValueStore& store, const std::string& name,
                                const std::vector<std::string>& introductions,
                                KnownProcesses& processes) {
-  return hand_out(store, introduction_topic(name),
-                  read_introductions(introductions, processes, name))
-      .to_text();
+  const std::vector<Introduction> ranks = read_introductions(introductions, processes, name);
+  std::string secret_folder;
+  try {
+    secret_folder = own.secret().make(ranks[0].token);
+  } catch (const TransportError& error) {
+    throw TransportError(join(processes[0].who(), " cannot take part in group '", name,
+                              "': ", error.what(), on_numbers(processes)),
+                         processes[0].blame(error.what()));
+  }
+  return hand_out(store, introduction_topic(name), ranks, secret_folder).to_text();
 }
 
 ErrorDescription decline_native_group(KeyValueStore& store, const std::string& name,

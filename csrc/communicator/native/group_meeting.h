@@ -34,10 +34,11 @@ struct NativeMembership {
   std::shared_ptr<const JobSecret> secret;  // for the groups that are split off
 };
 
-// For rank 0 of the group `name`, which has the introductions of all ranks, in rank order: the
-// roster, which all of them need. `processes` are theirs, and are completed. Throws TransportError
-// where they can't make up a group, Mismatch where they are not set alike.
-[[nodiscard]] std::string make_native_roster(KeyValueStore& store, const std::string& name,
+// For rank 0 of the group `name`, which has the introductions of all ranks, in rank order, and its
+// `own`: the roster, which all of them need. `processes` are theirs, and are completed. Throws
+// TransportError where they can't make up a group, Mismatch where they are not set alike.
+[[nodiscard]] std::string make_native_roster(OwnIntroduction& own, KeyValueStore& store,
+                                             const std::string& name,
                                              const std::vector<std::string>& introductions,
                                              KnownProcesses& processes);
 

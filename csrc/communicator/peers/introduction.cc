@@ -16,13 +16,13 @@ constexpr int kSharedLayout = 15;
 }  // namespace
 
 std::string Introduction::to_text() const {
-  return pack({card.to_text(), settings, token, secret_folder, complaint});
+  return pack({card.to_text(), settings, token, complaint});
 }
 
 Introduction Introduction::from_text(const std::string& text) {
   const std::vector<std::string> parts = unpack(text);
-  PYDIST_CHECK(parts.size() == 5);
-  return {Card::from_text(parts[0]), parts[1], parts[2], parts[3], parts[4]};
+  PYDIST_CHECK(parts.size() == 4);
+  return {Card::from_text(parts[0]), parts[1], parts[2], parts[3]};
 }
 
 std::string NetworkIntroduction::to_text() const {

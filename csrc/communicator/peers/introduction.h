@@ -14,9 +14,8 @@ namespace pydist {
 // What the ranks of a group must have in common, and what they tell each other to meet.
 struct Introduction {
   Card card;
-  std::string settings;       // that must be equal
-  std::string token;          // of rank 0: what the keys of the group's segments begin with
-  std::string secret_folder;  // of rank 0: where it has left the secret, in a file named `token`
+  std::string settings;  // that must be equal
+  std::string token;     // of rank 0: what the keys of the group's segments begin with
   std::string complaint;
 
   [[nodiscard]] std::string to_text() const;

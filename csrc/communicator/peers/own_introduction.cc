@@ -25,12 +25,10 @@ OwnIntroduction::OwnIntroduction(int rank, const Environment& environment,
     use_ = EndpointUse(endpoint_);
     if (rank == 0) {
       mine.token = random_token();
-      mine.secret_folder = secret_.make(mine.token);
     }
     mine.card = endpoint_->card();
   } catch (const std::exception& error) {
     mine.complaint = words_of(error.what());
-    secret_.forget();
   }
   text_ = mine.to_text();
 }

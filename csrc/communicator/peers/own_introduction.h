@@ -1,5 +1,6 @@
 // What a rank says of itself to the ranks that it is about to meet, with what stands behind it
-// until they have met: the process's endpoint, and the secret, where this rank makes it up.
+// until they have met: the process's endpoint, and the secret, where this rank makes it up, which
+// it does when all have come.
 //
 // The meeting of a group makes it by itself, unless the caller has: ranks that have to tell each
 // other something else first, tell this together with it.

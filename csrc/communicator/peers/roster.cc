@@ -124,10 +124,10 @@ Roster Roster::from_text(const std::string& text) {
 }
 
 Roster hand_out(KeyValueStore& store, const std::string& topic,
-                const std::vector<Introduction>& introductions) {
+                const std::vector<Introduction>& introductions, const std::string& secret_folder) {
   Roster roster;
   roster.token = introductions[0].token;
-  roster.secret_folder = introductions[0].secret_folder;
+  roster.secret_folder = secret_folder;
   std::vector<std::string> identities;
   for (const Introduction& each : introductions) {
     identities.push_back(each.card.host_identity);

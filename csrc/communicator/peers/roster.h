@@ -34,7 +34,7 @@ struct HostRoster {
 
 struct Roster {
   std::string token;          // rank 0's, as in Introduction
-  std::string secret_folder;  // the same
+  std::string secret_folder;  // where rank 0 has left the secret, in a file named `token`
   Placement placement{0};
   std::vector<Acquaintance> ranks;  // all, by rank
   HostRoster host;                  // where all are on one; otherwise empty
@@ -46,7 +46,8 @@ struct Roster {
 // For rank 0, which has all introductions: the roster. Where the ranks are on several hosts, it
 // also writes that of each into the store; `topic` is that of the introductions.
 [[nodiscard]] Roster hand_out(KeyValueStore& store, const std::string& topic,
-                              const std::vector<Introduction>& introductions);
+                              const std::vector<Introduction>& introductions,
+                              const std::string& secret_folder = {});
 
 // That of `host`, for those who have the whole one. Throws what the store does.
 [[nodiscard]] HostRoster roster_of_host(KeyValueStore& store, const std::string& topic,

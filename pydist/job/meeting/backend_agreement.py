@@ -30,6 +30,7 @@ from pydist.errors import (
     Timeout,
     TransportError,
 )
+from pydist.job.last_words import in_words
 from pydist.job.log import logger
 from pydist.job.meeting.gpu_assignment import gpus_of_ranks
 from pydist.job.meeting.nccl_obstacles import why_not_nccl
@@ -320,6 +321,12 @@ def agree(
         roster = b""
         try:
             verdict, roster = _collect(store, size, timeout, require_hope, make_roster)
+        except Exception as error:
+            # No memory, say: the others must hear of that.
+            words = in_words(error)
+            blame = _blame([0], hello.get("process"), words)
+            verdict = {"error": "TransportError", "message": f"rank 0: {words}", "blame": blame}
+            raise
         finally:
             # Whoever finds the verdict finds the roster, too.
             store.set("roster", roster)  # type: ignore[arg-type]

@@ -27,10 +27,11 @@ def root_of(store: dist.Store) -> dist.Store:
 
 def values_of(store: dist.Store, keys: list[str]) -> list[bytes]:
     """What is under each key, in one request where the store can. All of them are there."""
-    if store.has_extended_api():  # type: ignore[attr-defined]
-        found: list[bytes] = store.multi_get(keys)
-        return found
-    return [store.get(key) for key in keys]
+    with blaming_the_store():
+        if store.has_extended_api():  # type: ignore[attr-defined]
+            found: list[bytes] = store.multi_get(keys)
+            return found
+        return [store.get(key) for key in keys]
 
 
 @contextmanager

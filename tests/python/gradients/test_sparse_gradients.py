@@ -159,7 +159,9 @@ def train_many_tables() -> None:
             assert own.grad is not None
             assert expected.grad is not None
             assert own.grad.is_coalesced()
-            exact = {"rtol": 1e-5, "atol": 1e-6} if own.dtype is torch.float32 else {}
+            # A row of the small table adds up about a thousand values of up to 1, each addition to
+            # within 2^-24 of the sum, in another order. A rank's part that is lost would be tens.
+            exact = {"rtol": 1e-5, "atol": 5e-3} if own.dtype is torch.float32 else {}
             torch.testing.assert_close(own.grad.to_dense(), expected.grad.to_dense(), **exact)
 
 

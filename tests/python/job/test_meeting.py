@@ -119,7 +119,8 @@ def test_rank_0_tells_why_it_can_not_make_a_roster(monkeypatch: pytest.MonkeyPat
         raise MemoryError("no memory is left")
 
     monkeypatch.setattr(_native, "make_native_roster", fail)
-    make = partial(backend_choice._make_roster, dist.HashStore(), "world", (4, 5))
+    own = _native.NativeIntroduction(0)
+    make = partial(backend_choice._make_roster, own, dist.HashStore(), "world", (4, 5))
     for verdict in agree_with(make):
         assert isinstance(verdict, backend_agreement.Verdict)
         assert verdict.not_native is not None
@@ -127,12 +128,16 @@ def test_rank_0_tells_why_it_can_not_make_a_roster(monkeypatch: pytest.MonkeyPat
         assert (verdict.not_native.ranks, verdict.not_native.pid) == ((4,), 1)
 
 
-def test_an_introduction_takes_its_secret_back(
+def test_rank_0_leaves_a_secret_when_all_have_come_and_takes_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.delenv("PYDIST_JOB_SECRET", raising=False)
     introduction = _native.NativeIntroduction(0)
+    assert not list(tmp_path.iterdir())
+    both = [introduction.text, _native.NativeIntroduction(1).text]
+    processes = [(rank, "h", 1, 1, False) for rank in range(2)]
+    _native.make_native_roster(introduction, dist.HashStore(), "world", both, processes)
     assert len(list(tmp_path.rglob("*"))) == 2  # a folder and a file
     introduction.end()
     introduction.end()

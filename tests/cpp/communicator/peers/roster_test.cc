@@ -43,7 +43,6 @@ std::vector<Introduction> introductions_of(int size, int hosts) {
     each.settings = "alike";
     if (rank == 0) {
       each.token = random_token();
-      each.secret_folder = "/run/user/0/pydist";
     }
     all.push_back(std::move(each));
   }
@@ -59,9 +58,10 @@ NodeCard node_card_of(int rank) {
 TEST(RosterTest, OnOneHostItHasAllCards) {
   MemoryStore store;
   const std::vector<Introduction> introductions = introductions_of(5, 1);
-  const Roster roster = Roster::from_text(hand_out(store, kTopic, introductions).to_text());
+  const Roster roster =
+      Roster::from_text(hand_out(store, kTopic, introductions, "/run/user/0/pydist").to_text());
   EXPECT_EQ(roster.token, introductions[0].token);
-  EXPECT_EQ(roster.secret_folder, introductions[0].secret_folder);
+  EXPECT_EQ(roster.secret_folder, "/run/user/0/pydist");
   EXPECT_FALSE(roster.placement.spans_hosts());
   const std::vector<Card> cards =
       roster_of_host(store, kTopic, roster, 0, Deadline::in(seconds(0))).cards;
