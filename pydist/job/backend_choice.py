@@ -192,7 +192,8 @@ def create_communicator(
         rank: this process's rank in the group.
         size: the number of ranks in the group.
         name: unique among the process's groups, the same on every rank.
-        timeout: how long joining, and later each operation, may take.
+        timeout: how long joining, and later each operation, may take: ranks have as long to come,
+            and from then on as long again to share memory.
         members: the ranks of the group by their rank in the world; None for all.
         backend: as in PYDIST_BACKEND, which it overrides.
         is_world: whether the group holds all ranks of the job, so that its choice is the job's.

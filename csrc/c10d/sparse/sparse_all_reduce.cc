@@ -1,7 +1,6 @@
 #include "c10d/sparse/sparse_all_reduce.h"
 
 #include <ATen/OpMathType.h>
-#include <ATen/SparseTensorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors.h>
 #include <ATen/ops/cat.h>
@@ -156,24 +155,6 @@ at::Tensor take(const at::Tensor& of_rank, std::int64_t& begin, at::IntArrayRef 
   return part;
 }
 
-// target = the sum, coalesced.
-void put(const at::Tensor& target, const SparseRows& sum) {
-  const at::Tensor indices = sum.indices.t().contiguous();
-  // Where most of the sum's memory is filled, the target takes it over.
-  const auto room = static_cast<std::int64_t>(sum.values.storage().nbytes());
-  const auto filled = static_cast<std::int64_t>(sum.values.nbytes());
-  if (target.is_cpu() && target.scalar_type() == sum.values.scalar_type() &&
-      filled >= room - room / 4) {
-    auto& impl = static_cast<at::SparseTensorImpl&>(*target.unsafeGetTensorImpl());
-    impl.set_indices_and_values_unsafe(indices, sum.values);
-    impl.set_coalesced(true);
-    return;
-  }
-  target.copy_(at::_sparse_coo_tensor_with_dims_and_tensors(
-      target.sparse_dim(), target.dense_dim(), target.sizes(), indices, sum.values,
-      sum.values.options().layout(at::kSparse), /*is_coalesced=*/true));
-}
-
 // target = the sum of what was gathered, coalesced.
 void add_up(const JointSum& joint) {
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -204,7 +185,9 @@ void add_up(const JointSum& joint) {
     if (member.stream) {
       outside.emplace();
     }
-    put(target, sum);
+    target.copy_(at::_sparse_coo_tensor_with_dims_and_tensors(
+        target.sparse_dim(), target.dense_dim(), target.sizes(), sum.indices.t().contiguous(),
+        sum.values, sum.values.options().layout(at::kSparse), /*is_coalesced=*/true));
   }
 }
 

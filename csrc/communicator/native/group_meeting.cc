@@ -221,7 +221,11 @@ class Meeting {
 
   std::string hear(const std::string& key, Deadline deadline, int awaited) {
     try {
-      return get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
+      std::string found =
+          get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
+      rethrow_if_any(
+          interruption_);  // noted by the last look, which has found the key all the same
+      return found;
     } catch (const Timeout&) {
       throw_lateness_of(awaited);
     }
@@ -263,8 +267,10 @@ class Meeting {
   void stand_or_tell(const std::exception_ptr& error) {
     std::string verdict;
     try {
-      verdict = store_.settle(verdict_key(), complaint_about(error));
+      noting_interruption(interruption_,
+                          [&] { verdict = store_.settle(verdict_key(), complaint_about(error)); });
     } catch (...) {
+      rethrow_if_any(interruption_);
       std::rethrow_exception(error);  // the store is gone: nobody can be told
     }
     require_standing(verdict);

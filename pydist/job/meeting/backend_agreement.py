@@ -321,8 +321,11 @@ def agree(
         roster = b""
         try:
             verdict, roster = _collect(store, size, timeout, require_hope, make_roster)
-        except Exception as error:
-            # No memory, say: the others must hear of that.
+        except Error as error:
+            verdict = _error_as_json(error)
+            raise
+        except (MemoryError, OSError, LookupError, TypeError, ValueError) as error:
+            # A hello that can't be read, say: the others must hear of that.
             words = in_words(error)
             blame = _blame([0], hello.get("process"), words)
             verdict = {"error": "TransportError", "message": f"rank 0: {words}", "blame": blame}
