@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <exception>
@@ -223,8 +222,8 @@ class Meeting {
     try {
       std::string found =
           get_while_hoping(store_, key, deadline, [this, awaited] { check_hope(awaited); });
-      rethrow_if_any(
-          interruption_);  // noted by the last look, which has found the key all the same
+      // Noted by the last look, which has found the key all the same.
+      rethrow_if_any(interruption_);
       return found;
     } catch (const Timeout&) {
       throw_lateness_of(awaited);

@@ -48,7 +48,7 @@ _LONG_WAIT_S = 60.0
 
 _ERRORS: dict[str, type[Error]] = {
     kind.__name__: kind
-    for kind in (Aborted, InvalidUsage, Mismatch, PeerLost, Timeout, TransportError)
+    for kind in (Aborted, Error, InvalidUsage, Mismatch, PeerLost, Timeout, TransportError)
 }
 
 
