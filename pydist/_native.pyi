@@ -679,9 +679,9 @@ class StepThreads:
         """
 class TunedClass:
     """
-    Collectives that are tuned together, and what was the fastest of them.
+    Collectives or messages that are tuned together, and the way that was the fastest.
     """
-    def __init__(self, kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, way: tuple[typing.SupportsInt | typing.SupportsIndex, bool, bool], times_us: collections.abc.Sequence[tuple[tuple[typing.SupportsInt | typing.SupportsIndex, bool, bool], typing.SupportsFloat | typing.SupportsIndex]]) -> None:
+    def __init__(self, kind: str, memory: str, ranks: typing.SupportsInt | typing.SupportsIndex, bytes: typing.SupportsInt | typing.SupportsIndex, way: tuple[typing.SupportsInt | typing.SupportsIndex, bool, bool], times_us: collections.abc.Sequence[tuple[tuple[typing.SupportsInt | typing.SupportsIndex, bool, bool], typing.SupportsFloat | typing.SupportsIndex]], sends_too: bool = False) -> None:
         """
         Raises pydist.InvalidUsage where a value makes no sense.
         """
@@ -707,6 +707,11 @@ class TunedClass:
     def ranks(self) -> int:
         ...
     @property
+    def sends_too(self) -> bool:
+        """
+        Of messages (recv): whether the receiver sends to their sender, too.
+        """
+    @property
     def times_us(self) -> list[tuple[tuple[int, bool, bool], float]]:
         """
         Of candidates that were timed: the way, and µs.
@@ -714,7 +719,7 @@ class TunedClass:
     @property
     def way(self) -> tuple[int, bool, bool]:
         """
-        What a rank moves through transit memory at a time, 0 where nothing goes in pieces; whether results are stored past the caches; and whether ranks read each other's memory in place, ordinary memory through the kernel.
+        What a rank moves through transit memory, or a lane, at a time, 0 where nothing goes in pieces; whether results are stored past the caches; and whether ranks read each other's memory in place, ordinary memory through the kernel.
         """
 def abort_all(message: str, cause: str) -> None:
     """

@@ -14,8 +14,8 @@
 #include "bindings/arguments.h"
 #include "bindings/bindings.h"
 #include "collectives/shared_memory/tuning_candidates.h"
-#include "collectives/shared_memory/tuning_table.h"
 #include "memory/shared_segment.h"
+#include "tuning/tuning_table.h"
 
 namespace pydist {
 namespace {
@@ -31,7 +31,8 @@ struct TunedClass {
   TuningEntry entry;
 };
 
-TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes) {
+TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes,
+                 bool sends_too = false) {
   if (ranks < 2 || ranks > 1 << 24) {
     throw InvalidUsage(join("ranks=", ranks, ": must be 2 or more."));
   }
@@ -40,7 +41,7 @@ TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::s
         join("bytes=", bytes, ": must be a power of two, up to 2^", kLargestSizeClass, "."));
   }
   return {kind.kind, parse_name<TunedMemory>(kTunedMemoryNames, memory, "memory"), ranks,
-          size_class_of(bytes)};
+          size_class_of(bytes), sends_too};
 }
 
 Choice choice_of(const Way& way) {
@@ -55,8 +56,9 @@ Choice choice_of(const Way& way) {
 Way way_of(const Choice& choice) { return {choice.piece_bytes, choice.streams, choice.in_place}; }
 
 TunedClass tuned_class(KindArgument kind, const std::string& memory, int ranks, std::size_t bytes,
-                       const Way& way, const std::vector<std::pair<Way, double>>& times_us) {
-  TunedClass result{key_of(kind, memory, ranks, bytes), {}};
+                       const Way& way, const std::vector<std::pair<Way, double>>& times_us,
+                       bool sends_too) {
+  TunedClass result{key_of(kind, memory, ranks, bytes, sends_too), {}};
   result.entry.choice = choice_of(way);
   for (const auto& [each, time_us] : times_us) {
     result.entry.times_us.emplace_back(choice_of(each), time_us);
@@ -95,10 +97,11 @@ std::vector<Way> tuning_candidates(KindArgument kind, const std::string& memory,
 }  // namespace
 
 void bind_tuning(py::module_& module) {
-  py::class_<TunedClass>(module, "TunedClass",
-                         "Collectives that are tuned together, and what was the fastest of them.")
+  py::class_<TunedClass>(
+      module, "TunedClass",
+      "Collectives or messages that are tuned together, and the way that was the fastest.")
       .def(py::init(&tuned_class), py::arg("kind"), py::arg("memory"), py::arg("ranks"),
-           py::arg("bytes"), py::arg("way"), py::arg("times_us"),
+           py::arg("bytes"), py::arg("way"), py::arg("times_us"), py::arg("sends_too") = false,
            "Raises pydist.InvalidUsage where a value makes no sense.")
       .def_property_readonly(
           "kind", [](const TunedClass& self) { return std::string(to_string(self.key.kind)); })
@@ -110,8 +113,12 @@ void bind_tuning(py::module_& module) {
           "bytes", [](const TunedClass& self) { return top_of(self.key.size_class); },
           "The most that a rank contributes; more than half of that.")
       .def_property_readonly(
+          "sends_too", [](const TunedClass& self) { return self.key.sends_too; },
+          "Of messages (recv): whether the receiver sends to their sender, too.")
+      .def_property_readonly(
           "way", [](const TunedClass& self) { return way_of(self.entry.choice); },
-          "What a rank moves through transit memory at a time, 0 where nothing goes in pieces; "
+          "What a rank moves through transit memory, or a lane, at a time, 0 where nothing goes in "
+          "pieces; "
           "whether results are stored past the caches; and whether ranks read each other's memory "
           "in place, ordinary memory through the kernel.")
       .def_property_readonly(

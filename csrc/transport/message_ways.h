@@ -4,19 +4,22 @@
 // Which is quicker depends on the processor, on how far the cores are from each other, on whether
 // this rank sends to the other one as well, and on whether the sender attends to its messages: the
 // lane needs it, a read does not. So the receiver, who decides, times both, for messages about as
-// long, as CandidateChooser says: at first through the lane.
+// long, as CandidateChooser says: at first in the way that groups before have found to be quicker,
+// or else through the lane.
 //
 // For one thread at a time.
 
 #pragma once
 
+#include <array>
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <optional>
-#include <utility>
 
 #include "base/deadline.h"
 #include "tuning/candidate_chooser.h"
+#include "tuning/tuning_table.h"
 
 namespace pydist {
 
@@ -24,6 +27,7 @@ class MessageWays {
  private:
   struct Class {
     CandidateChooser chooser;
+    std::uint64_t told = 0;  // sessions whose verdict is in the table
     // A message whose time is asked for is on its way. Until it has come, no other one's is, so
     // that times come in the order of the plans; and all go its way, so that none overtakes it.
     bool is_timing = false;
@@ -46,8 +50,14 @@ class MessageWays {
     Time begin_;
   };
 
-  // Without a rhythm nothing is tried, and all go through the lane.
-  explicit MessageWays(const std::optional<TuningRhythm>& rhythm) : rhythm_(rhythm) {}
+  // Without a rhythm nothing is tried, and all go through the lane. `table`: where to look for what
+  // is known, and to keep what is found; null: nowhere. `slot_bytes`: of the lanes.
+  explicit MessageWays(const std::optional<TuningRhythm>& rhythm, TuningTable* table = nullptr,
+                       std::size_t slot_bytes = 0)
+      : rhythm_(rhythm),
+        table_(table),
+        candidates_{Choice{.piece_bytes = static_cast<std::uint32_t>(slot_bytes)},
+                    Choice{.in_place = true}} {}
 
   // For a message that may be read, and comes from now on.
   [[nodiscard]] Way choose(std::size_t bytes, bool do_both_send, Time now);
@@ -62,9 +72,12 @@ class MessageWays {
   // hold, the kernel copies no quicker than they do.
   static constexpr int kLongestClass = 25;  // 32 MiB
 
+  [[nodiscard]] Class& class_of(const TuningKey& key);
+
   const std::optional<TuningRhythm> rhythm_;
-  // By whether both send, and by the bits of the length. They stay where they are.
-  std::map<std::pair<bool, int>, Class> classes_;
+  TuningTable* table_;
+  std::array<Choice, 2> candidates_;
+  std::map<TuningKey, Class> classes_;  // they stay where they are
 };
 
 }  // namespace pydist

@@ -13,7 +13,7 @@ Way = tuple[int, bool, bool]
 
 @dataclass(frozen=True)
 class Tuned:
-    """A class of collectives, and what a rank has found; can be sent to another process."""
+    """A class of collectives or messages, and what a rank has found; can be sent to others."""
 
     kind: str
     memory: str
@@ -21,6 +21,13 @@ class Tuned:
     bytes: int
     way: Way
     times_us: tuple[tuple[Way, float], ...]
+    # Of messages: whether the receiver sends to their sender, too.
+    sends_too: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the kind, for tables."""
+        return f"{self.kind}, both send" if self.sends_too else self.kind
 
 
 def tuned_here() -> list[Tuned]:
@@ -31,7 +38,7 @@ def tuned_here() -> list[Tuned]:
 def tuned_of(each: _native.TunedClass) -> Tuned:
     """The same of one class."""
     times = tuple(each.times_us)
-    return Tuned(each.kind, each.memory, each.ranks, each.bytes, each.way, times)
+    return Tuned(each.kind, each.memory, each.ranks, each.bytes, each.way, times, each.sends_too)
 
 
 def way_text(way: Way, memory: str) -> str:
@@ -67,9 +74,12 @@ def tuned_for(case: Case, memory: str, of_ranks: Sequence[Sequence[Tuned]]) -> T
         memory: where its buffers lie: "ordinary", "symmetric" or "shared".
         of_ranks: what each rank knows, in rank order.
     """
-    wanted = (case.collective, memory, case.ranks, class_bytes(case))
+    wanted = (case.collective, memory, case.ranks, class_bytes(case), False)
+    if case.collective == "send_recv":
+        # Each rank sends to the next one; of two, so do both.
+        wanted = ("recv", "ordinary", 2, class_bytes(case), case.ranks == 2)
     chooser = max(case.root, 0)  # rank 0 where the kind has no root
     for each in of_ranks[chooser]:
-        if (each.kind, each.memory, each.ranks, each.bytes) == wanted:
+        if (each.kind, each.memory, each.ranks, each.bytes, each.sends_too) == wanted:
             return each
     return None

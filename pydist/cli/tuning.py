@@ -95,7 +95,7 @@ def _known_table(known: list[Tuned]) -> Table:
         times = dict(each.times_us)
         own = times.pop(each.way, None)
         table.add_row(
-            each.kind,
+            each.name,
             each.memory,
             str(each.ranks),
             size_text(each.bytes),

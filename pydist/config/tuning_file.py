@@ -157,12 +157,12 @@ class _saying_why_not:  # noqa: N801
         return True
 
 
-def _key(each: _native.TunedClass) -> tuple[str, str, int, int]:
-    return each.kind, each.memory, each.ranks, each.bytes
+def _key(each: _native.TunedClass) -> tuple[str, str, int, int, bool]:
+    return each.kind, each.memory, each.ranks, each.bytes, each.sends_too
 
 
 def _as_dict(each: _native.TunedClass) -> dict[str, Any]:
-    return {
+    told = {
         "kind": each.kind,
         "memory": each.memory,
         "ranks": each.ranks,
@@ -170,6 +170,7 @@ def _as_dict(each: _native.TunedClass) -> dict[str, Any]:
         "way": list(each.way),
         "times_us": [[list(way), round(us, 3)] for way, us in each.times_us],
     }
+    return {**told, "sends_too": True} if each.sends_too else told
 
 
 def _made(given: dict[str, Any]) -> _native.TunedClass:
@@ -178,7 +179,12 @@ def _made(given: dict[str, Any]) -> _native.TunedClass:
         if not (math.isfinite(us) and us >= 0):
             raise ValueError(f"times_us holds {us}: must be finite and 0 or more")
     fields = {name: given[name] for name in ("kind", "memory", "ranks", "bytes")}
-    return _native.TunedClass(**fields, way=tuple(given["way"]), times_us=times)
+    return _native.TunedClass(
+        **fields,
+        way=tuple(given["way"]),
+        times_us=times,
+        sends_too=given.get("sends_too", False),
+    )
 
 
 def _write(classes: list[_native.TunedClass]) -> None:

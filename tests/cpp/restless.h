@@ -8,9 +8,9 @@
 #include <tuple>
 #include <utility>
 
-#include "collectives/shared_memory/tuning_table.h"
 #include "communicator/native/native_communicator.h"
 #include "ranks.h"
+#include "tuning/tuning_table.h"
 
 namespace pydist::testing {
 

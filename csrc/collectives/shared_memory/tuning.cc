@@ -141,18 +141,10 @@ void Tuning::make_known(Class& its) {
 
 void Tuning::tell(Class& its) {
   its.told = its.chooser->judged();
-  if (!its.chooser->medians()[its.chooser->current()]) {
-    return;  // no operation has gone that way
+  if (std::optional<TuningEntry> entry = found_by(*its.chooser, its.choices)) {
+    entry->is_learnt = !limits_.pins_piece && !limits_.one_shot_bytes;
+    table_.put(its.key, *std::move(entry));
   }
-  TuningEntry entry;
-  entry.choice = its.choices[its.chooser->current()];
-  for (std::size_t candidate = 0; candidate < its.choices.size(); ++candidate) {
-    if (const auto median = its.chooser->medians()[candidate]) {
-      entry.times_us.emplace_back(its.choices[candidate], *median);
-    }
-  }
-  entry.is_learnt = !limits_.pins_piece && !limits_.one_shot_bytes;
-  table_.put(its.key, std::move(entry));
 }
 
 std::optional<TuningWord> Tuning::choose(const Call& call, TunedMemory memory, std::size_t bytes) {

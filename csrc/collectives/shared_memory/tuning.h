@@ -33,9 +33,9 @@
 #include "collectives/group_segment.h"
 #include "collectives/shared_memory/route.h"
 #include "collectives/shared_memory/tuning_candidates.h"
-#include "collectives/shared_memory/tuning_table.h"
 #include "collectives/wire.h"
 #include "tuning/candidate_chooser.h"
+#include "tuning/tuning_table.h"
 
 namespace pydist {
 

@@ -1,7 +1,6 @@
 #include "collectives/shared_memory/tuning_candidates.h"
 
 #include <algorithm>
-#include <bit>
 
 #include "collectives/shared_memory/route.h"
 #include "collectives/streaming_hint.h"
@@ -42,10 +41,6 @@ std::vector<std::uint32_t> pieces_for(const TuningKey& key, const TuningLimits& 
 }
 
 }  // namespace
-
-int size_class_of(std::size_t bytes) noexcept {
-  return static_cast<int>(std::bit_width(bytes - 1));
-}
 
 bool is_a_piece(std::size_t bytes, std::size_t chunk_bytes, int ranks) noexcept {
   const std::size_t least =

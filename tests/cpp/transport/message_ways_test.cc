@@ -14,12 +14,14 @@ namespace {
 using std::chrono::microseconds;
 
 constexpr std::size_t kBytes = 100'000;
+constexpr std::size_t kSlotBytes = 1 << 18;
 constexpr TuningRhythm kShort{.uses_before_first = 4, .rounds = 3};
 
 // A receiver with a clock of its own.
 class Receiver {
  public:
-  explicit Receiver(const std::optional<TuningRhythm>& rhythm) : ways_(rhythm) {}
+  explicit Receiver(const std::optional<TuningRhythm>& rhythm, TuningTable* table = nullptr)
+      : ways_(rhythm, table, kSlotBytes) {}
 
   [[nodiscard]] MessageWays::Way choose(std::size_t bytes = kBytes, bool do_both_send = false) {
     return ways_.choose(bytes, do_both_send, now_);
@@ -117,6 +119,27 @@ TEST(MessageWaysTest, WhatComesAnotherWayDoesNotCount) {
   EXPECT_FALSE(receiver.choose().is_read());
   // They succeed from now on; another session comes in time.
   EXPECT_GT(receiver.reads_of(20'000, /*is_read_slow=*/false), 10'000);
+}
+
+TEST(MessageWaysTest, WhatIsFoundIsKeptForGroupsThatFollow) {
+  TuningTable table;
+  Receiver first(kShort, &table);
+  static_cast<void>(first.reads_of(30, /*is_read_slow=*/false));
+  static_cast<void>(first.reads_of(30, /*is_read_slow=*/true, kBytes, /*do_both_send=*/true));
+  const TuningKey alone{.kind = OpKind::kRecv, .ranks = 2, .size_class = size_class_of(kBytes)};
+  TuningKey both = alone;
+  both.sends_too = true;
+  const auto entries = table.entries();
+  ASSERT_EQ(entries.size(), 2U);
+  EXPECT_TRUE(entries.at(alone).is_learnt);
+  EXPECT_EQ(entries.at(alone).choice, Choice{.in_place = true});
+  EXPECT_EQ(entries.at(alone).times_us.size(), 2U);
+  EXPECT_EQ(entries.at(both).choice, Choice{.piece_bytes = kSlotBytes});
+
+  Receiver second(kShort, &table);
+  EXPECT_TRUE(second.choose().is_read());
+  EXPECT_TRUE(second.choose(8 * kBytes).is_read()) << "about as long as what is known";
+  EXPECT_FALSE(second.choose(kBytes, /*do_both_send=*/true).is_read());
 }
 
 TEST(MessageWaysTest, WithoutATunerAllGoThroughTheLane) {

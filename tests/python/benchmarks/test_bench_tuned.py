@@ -10,9 +10,16 @@ from pydist.cli import main
 KIB = 1024
 
 
-def one(kind: str, bytes_: int, memory: str = "ordinary", ranks: int = 2) -> Tuned:
+def one(
+    kind: str,
+    bytes_: int,
+    memory: str = "ordinary",
+    ranks: int = 2,
+    sends_too: bool = False,
+) -> Tuned:
     way = (128 * KIB, False, False)
-    return Tuned(kind, memory, ranks, bytes_, way, ((way, 9.5), ((0, False, False), 8.25)))
+    times = ((way, 9.5), ((0, False, False), 8.25))
+    return Tuned(kind, memory, ranks, bytes_, way, times, sends_too)
 
 
 def test_a_case_belongs_to_the_class_of_what_a_rank_contributes() -> None:
@@ -31,6 +38,13 @@ def test_the_rank_that_chooses_is_asked() -> None:
     assert tuned_for(all_reduce, "ordinary", known) is known[0][0]
     assert tuned_for(all_reduce, "symmetric", known) is None
     assert tuned_for(all_reduce, "ordinary", ([one("all_reduce", 1 << 20, ranks=3)], [])) is None
+
+
+def test_messages_are_known_by_who_sends() -> None:
+    known = [one("recv", 1 << 20), one("recv", 1 << 20, sends_too=True)]
+    for ranks in (2, 3):
+        ((case, *_),) = cases_of("send_recv", [1 << 20], ranks)
+        assert tuned_for(case, "symmetric", [known] * ranks) is known[ranks == 2]
 
 
 def test_lines_for_people() -> None:

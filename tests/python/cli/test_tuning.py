@@ -61,6 +61,15 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                         "way": [0, False, True],
                         "times_us": [[[0, False, True], 87.5], [[0, True, True], 170]],
                     },
+                    {
+                        "kind": "recv",
+                        "memory": "ordinary",
+                        "ranks": 2,
+                        "bytes": 1 << 20,
+                        "way": [1 << 18, False, False],
+                        "times_us": [[[1 << 18, False, False], 43.5], [[0, False, True], 82]],
+                        "sends_too": True,
+                    },
                 ],
             }
         )
@@ -90,6 +99,9 @@ def test_what_is_known_and_what_there_is(file: Path, capsys: pytest.CaptureFixtu
     assert row_with("87.5", output) == (
         "all_reduce shared 2 4 MiB in place 87.5 in place, streaming stores: 170 us"
     )
+    assert row_with("43.5", output) == (
+        "recv, both send ordinary 2 1 MiB pieces of 256 KiB 43.5 single copies: 82 us"
+    )
     assert row_with("64 MiB", output).startswith("64 MiB pieces of 512 KiB, streaming stores; ")
 
 
@@ -101,7 +113,9 @@ def test_the_same_for_programs(file: Path, capsys: pytest.CaptureFixture[str]) -
         ("broadcast", [0, True, False]),
         ("all_gather", [0, False, True]),
         ("all_reduce", [0, False, True]),
+        ("recv", [1 << 18, False, False]),
     ]
+    assert [each["sends_too"] for each in report["known"]] == [False] * 4 + [True]
     assert {each["bytes"] for each in report["candidates"]} >= {1 << 14, 1 << 20, 1 << 26}
 
 

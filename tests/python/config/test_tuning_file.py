@@ -65,6 +65,7 @@ class Learnt:
         ((1 << 18, True, False), 12.34567),
     )
     is_learnt: bool = True
+    sends_too: bool = False
 
 
 def known() -> list[tuple[str, int, int]]:
@@ -88,6 +89,22 @@ def test_what_is_written_is_read(file: Path) -> None:
     assert (each.memory, each.ranks, each.is_learnt) == ("ordinary", 2, False)
     assert each.way == (1 << 17, False, False)
     assert each.times_us == [((1 << 17, False, False), 40.5), ((1 << 19, False, False), 52.0)]
+
+
+def test_messages_both_ways_are_told_apart(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receives = Learnt(kind="recv", way=(0, False, True))
+    swaps = Learnt(kind="recv", way=(1 << 18, False, False), sends_too=True)
+    monkeypatch.setattr(_native, "tuning_table", lambda: [receives, swaps])
+    tuning_file.save(0)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file.parent.parent))
+    classes = json.loads(file.read_text())["classes"]
+    assert [each.get("sends_too") for each in classes] == [None, True]
+    tuning_file.load()
+    assert [(each.sends_too, each.way) for each in _native.tuning_table()] == [
+        (False, receives.way),
+        (True, swaps.way),
+    ]
 
 
 def test_only_what_was_learnt_is_written(file: Path) -> None:
@@ -345,6 +362,31 @@ def test_a_job_begins_with_what_the_one_before_has_found(tmp_path: Path) -> None
     assert found["way"][0] in timed
     for began_with, _ in run_ranks(_reduce_often, 2, 1, env=env):
         assert began_with == [("all_reduce", 1 << 20, found["way"][0])]
+
+
+def _swap_often(calls: int) -> list[tuple[str, bool, tuple[int, bool, bool]]]:
+    pydist.init("native")
+    table = [(each.kind, each.sends_too, each.way) for each in _native.tuning_table()]
+    mine, theirs = torch.ones(1 << 18), torch.zeros(1 << 18)
+    for _ in range(calls):
+        sending = pydist.send(mine, 1 - pydist.rank(), async_op=True)
+        pydist.recv(theirs, 1 - pydist.rank())
+        sending.wait()
+    assert bool((theirs == 1).all())
+    pydist.shutdown()
+    return table
+
+
+def test_a_job_begins_with_how_messages_were_quickest(tmp_path: Path) -> None:
+    env: dict[str, str | None] = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert run_ranks(_swap_often, 2, 100, env=env) == [[], []]
+    (file,) = (tmp_path / "pydist").iterdir()
+    (found,) = json.loads(file.read_text())["classes"]
+    assert (found["kind"], found["bytes"], found["sends_too"]) == ("recv", 1 << 20, True)
+    ways = [[256 << 10, False, False], [0, False, True]]
+    assert sorted(way for way, _ in found["times_us"]) == sorted(ways)
+    for table in run_ranks(_swap_often, 2, 1, env=env):
+        assert table == [("recv", True, tuple(found["way"]))]
 
 
 def test_jobs_that_are_not_tuned_leave_no_file(tmp_path: Path) -> None:

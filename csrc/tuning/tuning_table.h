@@ -8,20 +8,26 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <utility>
 #include <vector>
 
-#include "collectives/shared_memory/tuning_candidates.h"
+#include "tuning/candidate_chooser.h"
+#include "tuning/tuning_class.h"
 
 namespace pydist {
 
 struct TuningEntry {
   Choice choice;
-  // What the candidates took in the last session, in µs for the largest collective of the class.
+  // What the candidates took in the last session, in µs for the largest of the class.
   std::vector<std::pair<Choice, double>> times_us;
   // By this process, where nothing was pinned.
   bool is_learnt = false;
 };
+
+// What a chooser among these has found; nothing where nobody has gone the way that it would go.
+[[nodiscard]] std::optional<TuningEntry> found_by(const CandidateChooser& chooser,
+                                                  std::span<const Choice> candidates);
 
 class TuningTable {
  public:
