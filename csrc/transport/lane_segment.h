@@ -15,8 +15,8 @@
 //   receiver  hears the announcement; when a receive matches, grants message n
 //   sender    sends the granted message through the slots; receiver copies it out
 //
-// Where processes of one host may read each other's memory, the receiver copies the data out of the
-// sender's itself, and tells with its grant that it has.
+// Where processes of one host may read each other's memory, the receiver may copy the data from
+// where its sender has it, and tell with its grant that it has.
 //
 // Each rank reserves what it sends through: the counters of its lanes when the group is made, the
 // rest of a lane at its first message. For a sender on another host the receiver does.
@@ -46,12 +46,24 @@ inline constexpr std::size_t kHeardAtATime = 8;
 static_assert(kLaneDepth - kHeardAtATime >= 15, "sixteen short ones go before anybody asks");
 inline constexpr std::size_t kMostLaneSlots = 8;
 
+// Where a message lies, for a receiver that copies it from there.
+struct MessagePlace {
+  enum class In : std::uint8_t {
+    kNowhere,     // where nobody else can read it
+    kProcess,     // at that address of the sender's process
+    kSharedHeap,  // there in the sender's allocation heap, see HeapWindow
+  };
+  In in = In::kNowhere;
+  std::uint64_t address = 0;
+};
+
 // The data that rides along lies right behind it. The shortest shares its cache line.
 struct alignas(32) Announcement {
   std::uint64_t tag;
   std::uint64_t count;    // elements
-  std::uint64_t address;  // of the data in the sender's process; 0: it is not to be read there
+  std::uint64_t address;  // as MessagePlace::address
   DType dtype;
+  MessagePlace::In in;
   std::uint32_t riding_bytes;  // all of the message, or 0
 
   [[nodiscard]] std::byte* payload() noexcept { return reinterpret_cast<std::byte*>(this + 1); }
@@ -61,7 +73,7 @@ struct alignas(32) Announcement {
 };
 static_assert(sizeof(Announcement) == 32);
 
-// In a grant: the message has been read out of its sender's process.
+// In a grant: the receiver has copied the message from where its sender has it.
 inline constexpr std::uint64_t kTaken = std::uint64_t{1} << 63;
 
 struct LaneCounters {

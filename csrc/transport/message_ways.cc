@@ -19,19 +19,24 @@ MessageWays::Class& MessageWays::class_of(const TuningKey& key) {
     return found->second;
   }
   const std::optional<Choice> known = table_ != nullptr ? table_->find_near(key) : std::nullopt;
-  CandidateChooser chooser(candidates_.size(), known && known->in_place ? kRead : kLane,
+  const bool is_read = known ? known->in_place : key.memory == TunedMemory::kShared;
+  CandidateChooser chooser(candidates_.size(), is_read ? kRead : kLane,
                            static_cast<std::uint64_t>(key.size_class), *rhythm_);
   return classes_.emplace(key, Class{std::move(chooser)}).first->second;
 }
 
-MessageWays::Way MessageWays::choose(std::size_t bytes, bool do_both_send, Time now) {
+MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool do_both_send,
+                                     Time now) {
   Way way;
   const int length = size_class_of(bytes);
   if (!rhythm_ || length > kLongestClass) {
     return way;
   }
-  const TuningKey key{
-      .kind = OpKind::kRecv, .ranks = 2, .size_class = length, .sends_too = do_both_send};
+  const TuningKey key{.kind = OpKind::kRecv,
+                      .memory = memory,
+                      .ranks = 2,
+                      .size_class = length,
+                      .sends_too = do_both_send};
   Class& its = class_of(key);
   if (its.is_timing) {
     way.is_read_ = its.is_timing_read;

@@ -1,11 +1,11 @@
-// Whether a message comes through its lane or is read out of its sender's process, by the times
-// that both have taken.
+// Whether a message comes through its lane or its receiver copies it from where its sender has it,
+// by the times that both have taken.
 //
 // Which is quicker depends on the processor, on how far the cores are from each other, on whether
 // this rank sends to the other one as well, and on whether the sender attends to its messages: the
 // lane needs it, a read does not. So the receiver, who decides, times both, for messages about as
 // long, as CandidateChooser says: at first in the way that groups before have found to be quicker,
-// or else through the lane.
+// or else through the lane, and out of shared memory, which needs no kernel, by a read.
 //
 // For one thread at a time.
 
@@ -60,7 +60,8 @@ class MessageWays {
                     Choice{.in_place = true}} {}
 
   // For a message that may be read, and comes from now on.
-  [[nodiscard]] Way choose(std::size_t bytes, bool do_both_send, Time now);
+  // `memory`: kOrdinary or kShared, where it lies.
+  [[nodiscard]] Way choose(std::size_t bytes, TunedMemory memory, bool do_both_send, Time now);
   // It has come in that way. `since`: when the one before it, from the same rank, had come; they
   // take turns in the lane.
   static void note(const Way& way, Time since, Time now);

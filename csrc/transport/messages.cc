@@ -22,13 +22,13 @@ namespace {
 }  // namespace
 
 Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
-                   MessageCarrier* carrier, ReadProcess read_process, MessageWays ways)
+                   MessageCarrier* carrier, std::unique_ptr<MessageReads> reads, MessageWays ways)
     : rank_(rank),
       size_(size),
       segment_(std::move(segment)),
       doorbells_(std::move(doorbells)),
       carrier_(carrier),
-      read_process_(std::move(read_process)),
+      reads_(std::move(reads)),
       ways_(std::move(ways)) {
   for (int peer = 0; peer < size; ++peer) {
     Outgoing& out = outgoing_.emplace_back();
@@ -154,11 +154,15 @@ void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const 
   Announcement& announcement = segment_.announcement(rank_, peer, number);
   announcement.tag = tag;
   announcement.count = buffer.count;
-  announcement.address =
-      read_process_ == nullptr ? 0 : reinterpret_cast<std::uintptr_t>(buffer.data);
+  const bool rides = rides_along(rank_, peer, buffer);
+  const MessagePlace place = rides || reads_ == nullptr || carrier_to(peer) != nullptr
+                                 ? MessagePlace{}
+                                 : reads_->place_of(buffer);
+  announcement.address = place.address;
   announcement.dtype = buffer.dtype;
+  announcement.in = place.in;
   announcement.riding_bytes = 0;
-  if (buffer.count != 0 && rides_along(rank_, peer, buffer)) {
+  if (buffer.count != 0 && rides) {
     announcement.riding_bytes = static_cast<std::uint32_t>(buffer.bytes());
     std::memcpy(announcement.payload(), buffer.data, buffer.bytes());
   }
@@ -199,7 +203,7 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
     const std::uint64_t word = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
     const std::uint64_t number = word & ~kTaken;
     const bool is_taken = (word & kTaken) != 0;
-    PYDIST_CHECK(!is_taken || read_process_ != nullptr);
+    PYDIST_CHECK(!is_taken || reads_ != nullptr);
     const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
                                    [number](const Send& each) { return each.number == number; });
     PYDIST_CHECK(send != lane.announced.end());
@@ -256,6 +260,9 @@ bool Messages::hear(int peer) {
     if (riding_bytes > segment_.most_riding_bytes(peer, rank_)) {
       throw_damaged(peer,
                     join("lets ", riding_bytes, " bytes ride along with a message, and can't"));
+    }
+    if (heard.announcement.in > MessagePlace::In::kSharedHeap) {
+      throw_damaged(peer, "has announced a message that lies in memory of no known kind");
     }
     bool is_matched = false;
     for (auto receive = unmatched_.begin(); receive != unmatched_.end() && !is_matched;) {
@@ -320,7 +327,7 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
     return true;
   }
   matched.number = heard.number;
-  matched.address = announcement.address;
+  matched.place = {announcement.in, announcement.address};
   matched.do_both_send =
       std::exchange(outgoing_[static_cast<std::size_t>(peer)].has_announced, false);
   incoming_[static_cast<std::size_t>(peer)].matched.push_back(std::move(matched));
@@ -336,15 +343,20 @@ bool Messages::may_grant(int peer) const noexcept {
 }
 
 bool Messages::take(int peer, Receive& receive) {
-  if (receive.address == 0 || read_process_ == nullptr || carrier_to(peer) != nullptr) {
+  if (receive.place.in == MessagePlace::In::kNowhere || reads_ == nullptr ||
+      carrier_to(peer) != nullptr) {
     return false;
   }
-  receive.way = ways_.choose(receive.buffer.bytes(), receive.do_both_send, Deadline::Clock::now());
+  const TunedMemory memory = receive.place.in == MessagePlace::In::kSharedHeap
+                                 ? TunedMemory::kShared
+                                 : TunedMemory::kOrdinary;
+  receive.way =
+      ways_.choose(receive.buffer.bytes(), memory, receive.do_both_send, Deadline::Clock::now());
   if (!receive.way.is_read()) {
     return false;
   }
-  if (read_process_(peer, receive.address,
-                    {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()})) {
+  if (reads_->read(peer, receive.place,
+                   {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()})) {
     MessageWays::note(receive.way, {}, Deadline::Clock::now());
     // Its sender has gone on filling the lane meanwhile.
     for (Receive& overtaken : incoming_[static_cast<std::size_t>(peer)].matched) {
@@ -358,7 +370,7 @@ bool Messages::take(int peer, Receive& receive) {
 }
 
 void Messages::note_come(int peer, const Receive& receive) {
-  if (read_process_ == nullptr || carrier_to(peer) != nullptr) {
+  if (reads_ == nullptr || carrier_to(peer) != nullptr) {
     return;  // there is no other way
   }
   const MessageWays::Time now = Deadline::Clock::now();

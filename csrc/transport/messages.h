@@ -44,21 +44,32 @@ class MessageCarrier {
   virtual void send_grant(int peer, std::uint64_t number, std::uint64_t message) = 0;
 };
 
-// Copies what lies at `address` of the process of `peer`, which keeps it there until it is told.
-// False where that can't be done, or it may have been something else by now: then the message comes
-// through its lane. Throws the group's failure.
-using ReadProcess =
-    std::function<bool(int peer, std::uint64_t address, std::span<std::byte> target)>;
+// How messages are copied from where their senders have them, between ranks of one host.
+class MessageReads {
+ public:
+  MessageReads() = default;
+  MessageReads(const MessageReads&) = delete;
+  MessageReads& operator=(const MessageReads&) = delete;
+  virtual ~MessageReads() = default;
+
+  // Where others find a message of this rank's.
+  [[nodiscard]] virtual MessagePlace place_of(const Buffer& buffer) const noexcept = 0;
+  // Copies what lies in a place of the rank `peer`, which keeps it there until it is told. False
+  // where that can't be done, or it may have been something else by now: then the message comes
+  // through its lane. Throws the group's failure.
+  [[nodiscard]] virtual bool read(int peer, const MessagePlace& place,
+                                  std::span<std::byte> target) const = 0;
+};
 
 class Messages {
  public:
   // Called when a message is through, with the rank that it came from (sends: that it went to).
   using OnDone = std::function<void(int peer)>;
 
-  // `carrier`: null where all ranks are on one host. `read_process`: null where not all may read
-  // the memory of all. `ways`: which messages are read so.
+  // `carrier`: null where all ranks are on one host. `reads`: null where all go through lanes.
+  // `ways`: which messages are read so.
   Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell*> doorbells,
-           MessageCarrier* carrier = nullptr, ReadProcess read_process = nullptr,
+           MessageCarrier* carrier = nullptr, std::unique_ptr<MessageReads> reads = nullptr,
            MessageWays ways = MessageWays(TuningRhythm()));
 
   // Starts a message. The buffer stays untouched until it is done. Nothing moves before advance().
@@ -96,7 +107,7 @@ class Messages {
     Buffer buffer;
     OnDone on_done;
     std::uint64_t number = 0;
-    std::uint64_t address = 0;  // as Announcement::address
+    MessagePlace place = {};    // at its sender
     bool do_both_send = false;  // this rank sends to that one, too
     MessageWays::Way way = {};  // from its grant on
     std::size_t moved_bytes = 0;
@@ -156,7 +167,7 @@ class Messages {
   // Whether there is room for one more grant.
   [[nodiscard]] bool may_grant(int peer) const noexcept;
   bool grant(int peer, Incoming& lane);
-  // Chooses the way of a message, and reads it out of its sender's process if it comes that way.
+  // Chooses the way of a message, and copies it from its sender if it comes that way.
   [[nodiscard]] bool take(int peer, Receive& receive);
   // It has come through the lane.
   void note_come(int peer, const Receive& receive);
@@ -168,7 +179,7 @@ class Messages {
   LaneSegment segment_;
   std::vector<Doorbell*> doorbells_;
   MessageCarrier* carrier_;
-  ReadProcess read_process_;
+  std::unique_ptr<MessageReads> reads_;
   MessageWays ways_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;

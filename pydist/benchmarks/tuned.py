@@ -76,8 +76,10 @@ def tuned_for(case: Case, memory: str, of_ranks: Sequence[Sequence[Tuned]]) -> T
     """
     wanted = (case.collective, memory, case.ranks, class_bytes(case), False)
     if case.collective == "send_recv":
-        # Each rank sends to the next one; of two, so do both.
-        wanted = ("recv", "ordinary", 2, class_bytes(case), case.ranks == 2)
+        # Each rank sends to the next one; of two, so do both. To messages symmetric memory is
+        # ordinary.
+        lies_in = "shared" if memory == "shared" else "ordinary"
+        wanted = ("recv", lies_in, 2, class_bytes(case), case.ranks == 2)
     chooser = max(case.root, 0)  # rank 0 where the kind has no root
     for each in of_ranks[chooser]:
         if (each.kind, each.memory, each.ranks, each.bytes, each.sends_too) == wanted:

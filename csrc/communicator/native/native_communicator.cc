@@ -20,7 +20,7 @@
 #include "communicator/native/group_meeting.h"
 #include "communicator/native/heap_allocation.h"
 #include "communicator/native/message_queue.h"
-#include "communicator/native/process_reads.h"
+#include "communicator/native/message_reads.h"
 #include "communicator/open_communicators.h"
 #include "communicator/operation_call.h"
 #include "communicator/peer_news.h"
@@ -112,7 +112,7 @@ class NativeCommunicator final : public Communicator,
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
         Messages(rank, size, std::move(membership.message_segment), doorbells, remote_.get(),
-                 process_reads({engine_, &engine_->group}), std::move(ways)));
+                 message_reads({engine_, &engine_->group}), std::move(ways)));
   }
 
   ~NativeCommunicator() override { shutdown(); }

@@ -36,13 +36,13 @@ class HostOfRanks {
 
   [[nodiscard]] int size() const { return size_; }
 
-  [[nodiscard]] Messages join(int rank, ReadProcess read_process = nullptr,
+  [[nodiscard]] Messages join(int rank, std::unique_ptr<MessageReads> reads = nullptr,
                               MessageWays ways = MessageWays(std::nullopt)) {
     std::vector<Doorbell*> bells;
     for (int peer = 0; peer < size_; ++peer) {
       bells.push_back(&bell(peer));
     }
-    return Messages(rank, size_, memory_, bells, /*carrier=*/nullptr, std::move(read_process),
+    return Messages(rank, size_, memory_, bells, /*carrier=*/nullptr, std::move(reads),
                     std::move(ways));
   }
 
@@ -95,7 +95,8 @@ inline MessageWays ways_that_read(int longest = 25, bool only_if_both_send = fal
     for (int length = 12; length <= longest; ++length) {
       MessageWays::Time now{};
       for (int message = 0; message < 20; ++message) {
-        const MessageWays::Way way = ways.choose(std::size_t{1} << length, do_both_send, now);
+        const MessageWays::Way way =
+            ways.choose(std::size_t{1} << length, TunedMemory::kOrdinary, do_both_send, now);
         const MessageWays::Time before = now;
         now += std::chrono::microseconds(way.is_read() ? 1 : 5);
         MessageWays::note(way, before, now);

@@ -23,8 +23,9 @@ class Receiver {
   explicit Receiver(const std::optional<TuningRhythm>& rhythm, TuningTable* table = nullptr)
       : ways_(rhythm, table, kSlotBytes) {}
 
-  [[nodiscard]] MessageWays::Way choose(std::size_t bytes = kBytes, bool do_both_send = false) {
-    return ways_.choose(bytes, do_both_send, now_);
+  [[nodiscard]] MessageWays::Way choose(std::size_t bytes = kBytes, bool do_both_send = false,
+                                        TunedMemory memory = TunedMemory::kOrdinary) {
+    return ways_.choose(bytes, memory, do_both_send, now_);
   }
   void note(const MessageWays::Way& way, MessageWays::Time since = {}) {
     MessageWays::note(way, since, now_);
@@ -142,8 +143,23 @@ TEST(MessageWaysTest, WhatIsFoundIsKeptForGroupsThatFollow) {
   EXPECT_FALSE(second.choose(kBytes, /*do_both_send=*/true).is_read());
 }
 
+TEST(MessageWaysTest, MemoriesAreToldApart) {
+  TuningTable table;
+  Receiver receiver(kShort, &table);
+  EXPECT_TRUE(receiver.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
+  EXPECT_FALSE(receiver.choose().is_read());
+  TuningKey key{.kind = OpKind::kRecv,
+                .memory = TunedMemory::kShared,
+                .ranks = 2,
+                .size_class = size_class_of(kBytes)};
+  table.put(key, {.choice = {.piece_bytes = kSlotBytes}, .times_us = {}});
+  Receiver taught(kShort, &table);
+  EXPECT_FALSE(taught.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
+}
+
 TEST(MessageWaysTest, WithoutATunerAllGoThroughTheLane) {
   Receiver receiver(std::nullopt);
+  EXPECT_FALSE(receiver.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
   EXPECT_EQ(receiver.reads_of(50, /*is_read_slow=*/false), 0);
 }
 

@@ -1,10 +1,11 @@
-// Messages that their receivers read out of the senders' process, which is one process here.
+// Messages that their receivers copy from where the senders have them, in one process here.
 
 #include <gtest/gtest.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -18,17 +19,31 @@ namespace {
 // Reads as the threads of one process do.
 struct Reader {
   bool refuses = false;
+  MessagePlace::In in = MessagePlace::In::kProcess;
   int reads = 0;
 
-  [[nodiscard]] ReadProcess function() {
-    return [this](int /*peer*/, std::uint64_t address, std::span<std::byte> target) {
-      ++reads;
-      if (!refuses) {
-        std::memcpy(target.data(), reinterpret_cast<const void*>(address), target.size());
+  class Reads final : public MessageReads {
+   public:
+    explicit Reads(Reader& reader) : reader_(reader) {}
+
+    [[nodiscard]] MessagePlace place_of(const Buffer& buffer) const noexcept override {
+      return {reader_.in, reinterpret_cast<std::uintptr_t>(buffer.data)};
+    }
+    [[nodiscard]] bool read(int /*peer*/, const MessagePlace& place,
+                            std::span<std::byte> target) const override {
+      ++reader_.reads;
+      EXPECT_EQ(place.in, reader_.in);
+      if (!reader_.refuses) {
+        std::memcpy(target.data(), reinterpret_cast<const void*>(place.address), target.size());
       }
-      return !refuses;
-    };
-  }
+      return !reader_.refuses;
+    }
+
+   private:
+    Reader& reader_;
+  };
+
+  [[nodiscard]] std::unique_ptr<MessageReads> reads_of() { return std::make_unique<Reads>(*this); }
 };
 
 void advance_both(Messages& one, Messages& other) {
@@ -40,8 +55,8 @@ TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
   for (const bool refuses : {false, true}) {
     HostOfRanks host(2);
     Reader reader{.refuses = refuses};
-    Messages sender = host.join(0, reader.function(), ways_that_read());
-    Messages receiver = host.join(1, reader.function(), ways_that_read());
+    Messages sender = host.join(0, reader.reads_of(), ways_that_read());
+    Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
     std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
     std::vector<std::uint32_t> got(sent.size(), 0);
     int done = 0;
@@ -56,14 +71,43 @@ TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
   }
 }
 
+// Nobody has to have timed that first.
+TEST(MessagesReadTest, WhatLiesInSharedMemoryIsReadFromTheFirstOn) {
+  HostOfRanks host(2);
+  Reader reader{.in = MessagePlace::In::kSharedHeap};
+  Messages sender = host.join(0, reader.reads_of(), MessageWays(TuningRhythm()));
+  Messages receiver = host.join(1, reader.reads_of(), MessageWays(TuningRhythm()));
+  std::vector<std::uint32_t> sent = text(100'000, 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
+  sender.send(1, 0, buffer(sent), ignore);
+  receiver.receive(0, 0, buffer(got), ignore);
+  advance_both(sender, receiver);
+  EXPECT_EQ(got, sent);
+  EXPECT_EQ(reader.reads, 1);
+}
+
+TEST(MessagesReadTest, WhatLiesNowhereComesThroughTheLane) {
+  HostOfRanks host(2);
+  Reader reader{.in = MessagePlace::In::kNowhere};
+  Messages sender = host.join(0, reader.reads_of(), ways_that_read());
+  Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
+  std::vector<std::uint32_t> sent = text(100'000, 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
+  sender.send(1, 0, buffer(sent), ignore);
+  receiver.receive(0, 0, buffer(got), ignore);
+  advance_both(sender, receiver);
+  EXPECT_EQ(got, sent);
+  EXPECT_EQ(reader.reads, 0);
+}
+
 // In turns, as the tuner has them; both directions at once.
 TEST(MessagesReadTest, BothWaysAreTried) {
   constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 1, .always_tries = true};
   constexpr int kTimes = 20;
   HostOfRanks host(2);
   Reader reader;
-  Messages one = host.join(0, reader.function(), MessageWays(kRestless));
-  Messages other = host.join(1, reader.function(), MessageWays(kRestless));
+  Messages one = host.join(0, reader.reads_of(), MessageWays(kRestless));
+  Messages other = host.join(1, reader.reads_of(), MessageWays(kRestless));
   for (const std::size_t count : {host.most_riding() + 1, std::size_t{100'000}}) {
     reader.reads = 0;
     for (std::uint32_t time = 0; time < kTimes; ++time) {
@@ -92,8 +136,8 @@ TEST(MessagesReadTest, DirectionsAreToldApart) {
   const auto ways_of_exchanges = [] {
     return ways_that_read(/*longest=*/25, /*only_if_both_send=*/true);
   };
-  Messages one = host.join(0, reader.function(), ways_of_exchanges());
-  Messages other = host.join(1, reader.function(), ways_of_exchanges());
+  Messages one = host.join(0, reader.reads_of(), ways_of_exchanges());
+  Messages other = host.join(1, reader.reads_of(), ways_of_exchanges());
   std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
   std::vector<std::uint32_t> got(sent.size(), 0);
   std::vector<std::uint32_t> got_back(sent.size(), 0);
@@ -120,8 +164,8 @@ TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
   constexpr std::uint32_t kMessages = 3 * kLaneDepth;
   HostOfRanks host(2);
   Reader reader;
-  Messages sender = host.join(0, reader.function(), ways_that_read());
-  Messages receiver = host.join(1, reader.function(), ways_that_read());
+  Messages sender = host.join(0, reader.reads_of(), ways_that_read());
+  Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
   std::vector<std::vector<std::uint32_t>> sent;
   std::vector<std::vector<std::uint32_t>> got(kMessages,
                                               std::vector<std::uint32_t>(host.most_riding() + 7));
@@ -154,8 +198,8 @@ TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
 TEST(MessagesReadTest, AShortOneIsReadWhileALongOneIsOnItsWay) {
   HostOfRanks host(2);
   Reader reader;
-  Messages sender = host.join(0, reader.function(), ways_that_read(/*longest=*/16));
-  Messages receiver = host.join(1, reader.function(), ways_that_read(/*longest=*/16));
+  Messages sender = host.join(0, reader.reads_of(), ways_that_read(/*longest=*/16));
+  Messages receiver = host.join(1, reader.reads_of(), ways_that_read(/*longest=*/16));
   const std::vector<std::size_t> counts = {300'000, 5'000, 400'000, 6'000, 3};
   std::vector<std::vector<std::uint32_t>> sent;
   std::vector<std::vector<std::uint32_t>> got;

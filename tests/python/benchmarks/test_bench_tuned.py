@@ -41,10 +41,15 @@ def test_the_rank_that_chooses_is_asked() -> None:
 
 
 def test_messages_are_known_by_who_sends() -> None:
-    known = [one("recv", 1 << 20), one("recv", 1 << 20, sends_too=True)]
-    for ranks in (2, 3):
-        ((case, *_),) = cases_of("send_recv", [1 << 20], ranks)
-        assert tuned_for(case, "symmetric", [known] * ranks) is known[ranks == 2]
+    for memory, lies_in in (
+        ("ordinary", "ordinary"),
+        ("symmetric", "ordinary"),
+        ("shared", "shared"),
+    ):
+        known = [one("recv", 1 << 20, lies_in, sends_too=both) for both in (False, True)]
+        for ranks in (2, 3):
+            ((case, *_),) = cases_of("send_recv", [1 << 20], ranks)
+            assert tuned_for(case, memory, [known] * ranks) is known[ranks == 2]
 
 
 def test_lines_for_people() -> None:

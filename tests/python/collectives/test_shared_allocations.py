@@ -274,6 +274,40 @@ def test_a_child_frees_and_allocates_for_itself(two: Runner) -> None:
 # -- failures -------------------------------------------------------------------------------------
 
 
+def swap_messages() -> None:
+    pydist.init()
+    rank, peer = pydist.rank(), 1 - pydist.rank()
+    with pydist.share_allocations(256 * MIB):
+        made = torch.arange(3 * MIB, dtype=torch.int32)
+    for count in (5_000, 100_003, 3 * MIB):
+        for is_shared in (True, False):
+            # On one rank alone, or on both; from the middle of a tensor.
+            mine = made[-count:] if is_shared or rank == 0 else made[-count:].clone()
+            mine += rank + 1
+            got = torch.empty(count, dtype=torch.int32)
+            sending = pydist.send(mine, peer, async_op=True)
+            pydist.recv(got, peer)
+            sending.wait()
+            want = torch.arange(3 * MIB - count, 3 * MIB, dtype=torch.int32) + peer + 1
+            assert torch.equal(got, want), (count, is_shared)
+            mine -= rank + 1  # it is this rank's again
+            pydist.barrier()
+    swapped = torch.empty(MIB, dtype=torch.int32)
+    for _ in range(60):  # so that both ways are tried
+        works = [pydist.send(made[:MIB], peer, async_op=True)]
+        works.append(pydist.recv(swapped, peer, async_op=True))
+        for work in works:
+            work.wait()
+    assert torch.equal(swapped, made[:MIB])
+    tuned = [each for each in _native.tuning_table() if each.memory == "shared"]
+    (swaps,) = [each for each in tuned if each.sends_too and each.bytes == 4 * MIB]
+    assert {way for way, _ in swaps.times_us} == {(256 << 10, False, False), (0, False, True)}
+
+
+def test_messages_are_copied_from_where_they_lie() -> None:
+    assert run_ranks(swap_messages, 2, env={**NATIVE, "PYDIST_TUNING": "uncached"}) == [None] * 2
+
+
 def share_with_nothing_left(what: Any, spare: int) -> tuple[str, bool]:
     pydist.init()
     torch.ones(MIB)  # whatever the first one needs
