@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import SHORT, dense_strides
-from pydist.sharding.element_wise import require_plain_options
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.sharding.state.ranges import (
     MASTER,
@@ -34,6 +33,7 @@ from pydist.sharding.state.torch_state_dict import (
     require_options_of,
     without_absent,
 )
+from pydist.sharding.step.element_wise import require_plain_options
 
 if TYPE_CHECKING:
     from pydist.checkpoint.dcp_files import Contents

@@ -21,9 +21,9 @@ from pydist.checkpoint.several_by_name import Part, is_several, what_it_has
 from pydist.errors import InvalidUsage
 from pydist.parallel.names.state_names import plain_names
 from pydist.sharding.buckets import SHORT
-from pydist.sharding.element_wise import require_plain_options
 from pydist.sharding.optimizer import ShardedOptimizer
 from pydist.sharding.state.ranges import require_divisible
+from pydist.sharding.step.element_wise import require_plain_options
 
 if TYPE_CHECKING:
     from torch import nn

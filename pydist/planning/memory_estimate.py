@@ -42,9 +42,9 @@ from pydist.planning.activation_memory import saved_activation_bytes
 from pydist.planning.memory_table import MemoryPlan, RankMemory
 from pydist.planning.offload_estimate import host_memory, step_bytes
 from pydist.planning.step_memory import StepMemory, step_memory, temporaries
-from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.fused_step import FUSED_CLASSES
 from pydist.sharding.offload.requirements import require_offload, require_offloadable_dtype
+from pydist.sharding.step.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.step.fused_step import FUSED_CLASSES
 
 _SLOT_ALIGNMENT_BYTES = 64
 _SHARD_ALIGNMENT_BYTES = 128

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from pydist._torch import TorchDispatchMode, tree_leaves
 from pydist.errors import InvalidUsage
-from pydist.sharding.eligibility import apart
+from pydist.sharding.step.eligibility import apart
 
 # Such tensors have no other reason to have as many elements, and all that is for a tensor, not for
 # an element, has fewer bytes.

@@ -39,11 +39,8 @@ from pydist.job.outcome import outcomes
 from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
-from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.clipping import clip_gradients
-from pydist.sharding.element_wise import require_element_wise, require_plain_options
-from pydist.sharding.fused_step import FUSED_CLASSES, asks_for_kernels
 from pydist.sharding.gather import let_arrive
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.offload.offload import Offload
@@ -62,7 +59,6 @@ from pydist.sharding.parameter_groups import (
     values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
-from pydist.sharding.scaled_step import LeftOutStep, ScaledStep, forget_scale
 from pydist.sharding.sharded_gradient import without_gradients
 from pydist.sharding.state.ranges import ParameterState, ShardedState
 from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
@@ -84,6 +80,10 @@ from pydist.sharding.state.torch_state_dict import (
     to_unsharded,
     without_absent,
 )
+from pydist.sharding.step.bucket_step import BucketStep
+from pydist.sharding.step.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.step.fused_step import FUSED_CLASSES, asks_for_kernels
+from pydist.sharding.step.scaled_step import LeftOutStep, ScaledStep, forget_scale
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from training import Runner, batch, joined
 
 import pydist
-from pydist.sharding import bucket_step
 from pydist.sharding.gather import gather
+from pydist.sharding.step import bucket_step
 
 # Of a call on all ranks, and of a test: the first says more when it passes.
 LIMIT_S = 40.0

@@ -14,13 +14,13 @@ from pydist import _native
 from pydist._torch import as_plain_tensors
 from pydist.errors import InvalidUsage
 from pydist.gpu.late_number import LateNumber
-from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.in_flight import Gather
 from pydist.sharding.offload.host_shard import HostShard, TakenGradients
 from pydist.sharding.offload.side_streams import SideStreams, behind_current
 from pydist.sharding.parameter_groups import options_of
 from pydist.sharding.sharded_gradient import ShardedGradient
+from pydist.sharding.step.bucket_step import BucketStep
 
 _FINISH_FIRST = (
     "call optimizer.finish() on all ranks before parameters are written, or use delayed=False"

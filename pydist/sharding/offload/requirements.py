@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import SHORT
-from pydist.sharding.fused_step import FUSED_CLASSES
+from pydist.sharding.step.fused_step import FUSED_CLASSES
 
 
 def require_offload(

@@ -20,7 +20,7 @@ import pydist
 from pydist import _native
 from pydist.planning.memory_estimate import shard_counts
 from pydist.planning.step_memory import step_memory, temporaries
-from pydist.sharding.element_wise import ELEMENT_WISE
+from pydist.sharding.step.element_wise import ELEMENT_WISE
 
 pytestmark = TIME_LIMIT
 

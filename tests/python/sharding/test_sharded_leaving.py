@@ -95,7 +95,7 @@ def test_no_longer_than_the_group_does(how: str) -> None:
 SCRIPT = f"""
     import time
     import torch, pydist
-    import pydist.sharding.bucket_step as steps
+    import pydist.sharding.step.bucket_step as steps
 
     model = pydist.DataParallel(torch.nn.Linear(50, 50))
     optimizer = pydist.ShardedOptimizer(model, torch.optim.SGD, lr=1.0)

@@ -15,7 +15,7 @@ from training import Runner, Tied, batch, joined
 from twins import LIMIT_S, TIME_LIMIT, ManyKinds, Twins, assert_same, is_exact, small_model
 
 import pydist
-from pydist.sharding.element_wise import ELEMENT_WISE
+from pydist.sharding.step.element_wise import ELEMENT_WISE
 
 pytestmark = TIME_LIMIT
 

@@ -18,7 +18,7 @@ from training import batch
 import pydist
 from pydist import _native
 from pydist.sharding.buckets import SHORT, Member, Segment
-from pydist.sharding.fused_step import FusedStep, fused_step
+from pydist.sharding.step.fused_step import FusedStep, fused_step
 
 
 class Uneven(nn.Module):

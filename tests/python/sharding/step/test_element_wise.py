@@ -12,7 +12,7 @@ from training import TIME_LIMIT, Runner, joined
 from twins import Twins, small_model
 
 import pydist
-from pydist.sharding.element_wise import ELEMENT_WISE, require_element_wise
+from pydist.sharding.step.element_wise import ELEMENT_WISE, require_element_wise
 
 pytestmark = TIME_LIMIT
 
@@ -404,7 +404,7 @@ def test_that_tested_classes_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("pydist.sharding.element_wise.try_in_pieces", fail)
+    monkeypatch.setattr("pydist.sharding.step.element_wise.try_in_pieces", fail)
     for kind in ELEMENT_WISE:
         require_element_wise(kind, {})
     with pytest.raises(pydist.InvalidUsage, match="optimizer_class is partial"):

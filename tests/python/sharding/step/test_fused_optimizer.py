@@ -20,9 +20,9 @@ from twins import ManyKinds, Twins, small_model
 
 import pydist
 from pydist import _native
-from pydist.sharding import fused_step as steps
-from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.buckets import Member, dense_strides, move_in
+from pydist.sharding.step import fused_step as steps
+from pydist.sharding.step.bucket_step import BucketStep
 
 LIMIT_S = 40.0
 

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
-from pydist.sharding.eligibility import changed_key, copy_of, try_in_pieces, without_tensors
+from pydist.sharding.step.eligibility import changed_key, copy_of, try_in_pieces, without_tensors
 
 # A test checks that each gives the same bits on segments as on whole parameters.
 ELEMENT_WISE: tuple[type[Optimizer], ...] = (

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pydist.gpu.late_number import LateNumber, send_number
-from pydist.sharding.bucket_step import BucketStep
 from pydist.sharding.sharded_gradient import scale_each
+from pydist.sharding.step.bucket_step import BucketStep
 
 
 class ScaledStep:

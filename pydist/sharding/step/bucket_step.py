@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from pydist import _native
 from pydist.errors import InvalidUsage
 from pydist.sharding.buckets import Bucket, Member, Segment
-from pydist.sharding.element_wise import ELEMENT_WISE, groups_unchanged
-from pydist.sharding.eligibility import unhooked_step
-from pydist.sharding.fused_step import FusedStep, Gradients, fused_step
 from pydist.sharding.gather import gather
 from pydist.sharding.parameter_groups import options_of
 from pydist.sharding.sharded_gradient import ShardedGradient
+from pydist.sharding.step.element_wise import ELEMENT_WISE, groups_unchanged
+from pydist.sharding.step.eligibility import unhooked_step
+from pydist.sharding.step.fused_step import FusedStep, Gradients, fused_step
 
 
 class BucketStep:
