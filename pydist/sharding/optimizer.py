@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -32,7 +31,7 @@ from pydist._torch import (
 )
 from pydist.config.in_force import takes_from_config
 from pydist.errors import Error, InvalidUsage, Mismatch
-from pydist.job import current, groups, membership
+from pydist.job import groups, membership
 from pydist.job.arguments import flag
 from pydist.job.last_words import in_words
 from pydist.job.outcome import outcomes
@@ -41,8 +40,8 @@ from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket
 from pydist.sharding.clipping import clip_gradients
-from pydist.sharding.gather import let_arrive
 from pydist.sharding.gradient_norms import ReducedGradients
+from pydist.sharding.leaving import arrive_before_leaving
 from pydist.sharding.offload.offload import Offload
 from pydist.sharding.offload.requirements import require_offload, requirement
 from pydist.sharding.own_writes import OwnWrites
@@ -90,18 +89,6 @@ if TYPE_CHECKING:
 
     from pydist.parallel.wrapper import DataParallel
 
-# For each optimizer that lives, a finalizer that lets its parameters arrive before their group
-# ends.
-_leaving: weakref.WeakKeyDictionary[ShardedOptimizer, weakref.finalize[..., ShardedOptimizer]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _let_all_arrive() -> None:
-    for leave in list(_leaving.values()):
-        leave()
-
-
 # The rank, of the optimizer's group, that writes for all inside `writing()`.
 _WRITER = 0
 
@@ -120,15 +107,6 @@ def _what_to_add(wrapper: DataParallel | None) -> str:
         "register them in the wrapped module first, as in model.module.append(layer), or use an "
         "optimizer of their own for them"
     )
-
-
-def _leave(
-    buckets: Sequence[Bucket], communicator: _native.Communicator, pid: int, offload: Offload | None
-) -> None:
-    """What an optimizer that goes, or whose job ends, has under way is over afterwards."""
-    if offload is not None:
-        offload.leave()
-    let_arrive(buckets, communicator, pid)
 
 
 def _numbers(ranks: Iterable[int]) -> str:
@@ -328,15 +306,7 @@ class ShardedOptimizer(Optimizer):
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
         if self._offload is not None:
             self._gradients.scaling = self._offload.scaling
-        # Peers need this rank until its shards have arrived: it does not go before, whoever
-        # forgets the optimizer.
-        leaving = weakref.finalize(
-            self, _leave, self._layout.buckets, self._communicator, os.getpid(), self._offload
-        )
-        leaving.atexit = False  # by then the job is over
-        _leaving[self] = leaving
-        if _let_all_arrive not in current.before_closing:
-            current.before_closing.append(_let_all_arrive)
+        arrive_before_leaving(self, self._layout.buckets, self._communicator, self._offload)
         self._place(self._layout.enter(self.param_groups))
 
     def __init_subclass__(cls, **options: Any) -> None:
