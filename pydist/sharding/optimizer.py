@@ -30,12 +30,9 @@ from pydist._torch import (
     scripts_any_function,
 )
 from pydist.config.in_force import takes_from_config
-from pydist.errors import Error, InvalidUsage, Mismatch
+from pydist.errors import InvalidUsage
 from pydist.job import groups, membership
 from pydist.job.arguments import flag
-from pydist.job.last_words import in_words
-from pydist.job.outcome import outcomes
-from pydist.job.rank_names import culprits
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.buckets import Bucket
@@ -47,15 +44,11 @@ from pydist.sharding.offload.requirements import require_offload, requirement
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
     checked_group,
-    digest_of,
-    facts_of_options,
-    facts_of_values,
     groups_of,
     listed,
     model_of,
     named_like,
     options_of,
-    values_of_step,
 )
 from pydist.sharding.placement import ShardedLayout
 from pydist.sharding.sharded_gradient import without_gradients
@@ -82,6 +75,8 @@ from pydist.sharding.state.torch_state_dict import (
 from pydist.sharding.step.bucket_step import BucketStep
 from pydist.sharding.step.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.step.fused_step import FUSED_CLASSES, asks_for_kernels
+from pydist.sharding.step.joint_step import JointStep
+from pydist.sharding.step.same_options import facts_of_options, require_same_options
 from pydist.sharding.step.scaled_step import LeftOutStep, ScaledStep, forget_scale
 
 if TYPE_CHECKING:
@@ -95,10 +90,6 @@ _WRITER = 0
 # The arguments that `pydist.Config` may have in its section "optimizer".
 _CONFIGURABLE = ("stage", "master_weights", "share_parameters", "offload", "delayed")
 
-# How far a step has come: its ranks have not voted yet, have voted, have changed parameters, or all
-# know of the exception that ends it.
-_Phase = Literal["checking", "voted", "stepped", "told"]
-
 
 def _what_to_add(wrapper: DataParallel | None) -> str:
     if wrapper is None:
@@ -107,10 +98,6 @@ def _what_to_add(wrapper: DataParallel | None) -> str:
         "register them in the wrapped module first, as in model.module.append(layer), or use an "
         "optimizer of their own for them"
     )
-
-
-def _numbers(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 def _forget_states(steps: Iterable[BucketStep]) -> None:
@@ -127,13 +114,14 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     def whole_step(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> Any:
         # A subclass's own step has the hooks.
         run = hooked_step if type(self).step is whole_step else step
-        self._phase = "checking"
+        self._joint.begin()
         try:
-            with self._in_step():
+            with self._joint.under_way():
                 return run(self, *args, **kwargs)
         except BaseException as error:
             forget_scale(self)
-            self._tell(error)
+            # The others wait at the end of writing(), where they are told.
+            self._joint.tell(error, is_told_later=self._is_writing and self._is_one_copy)
             raise
 
     whole_step.hooked = True  # type: ignore[attr-defined]
@@ -255,10 +243,7 @@ class ShardedOptimizer(Optimizer):
         self._steps: list[BucketStep] = []
         # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
-        self._failed = ""
         self._is_writing = False
-        self._phase: _Phase = "checking"
-        self._is_in_step = False
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._offload: Offload | None = None
@@ -291,6 +276,7 @@ class ShardedOptimizer(Optimizer):
             is_one_copy=self._is_one_copy,
             require=requirement(offload, with_masters=master_weights is not False),
         )
+        self._joint = JointStep(self._communicator, self._wrapper, self._layout.number)
         if offload is not None:
             self._offload = Offload(self._communicator, is_delayed=delayed)
             if self._wrapper is not None:
@@ -374,35 +360,21 @@ class ShardedOptimizer(Optimizer):
             )
         if self._wrapper is not None and "param_names" in self.param_groups[0]:
             given["params"] = named_like(self._wrapper, given["params"])
-        self._require_sound()
+        self._joint.require_sound()
         require_element_wise(self._class, self._options, [options_of(given)])
         self._prototype([dict(given)])
         super().add_param_group(given)
         try:
-            self._check_options(self.param_groups[-1:])
+            require_same_options(self._communicator, self.param_groups[-1:])
             entering = self._layout.enter(self.param_groups[-1:])
         except BaseException:
             self.param_groups.pop()
             raise
         self._place(entering)
 
-    def _check_options(self, param_groups: list[dict[str, Any]]) -> None:
-        """Raises Mismatch where ranks would update their shards in different ways."""
-        facts = facts_of_options(param_groups)
-        self._compare("an option of pydist.ShardedOptimizer's groups", facts)
-
-    def _compare(self, what: str, facts: list[str]) -> None:
-        check_same(
-            self._communicator,
-            what,
-            facts,
-            "each rank updates a part of every parameter, so schedule by what all ranks have, such "
-            "as pydist.metrics.mean(loss)",
-        )
-
     def _place(self, entering: list[int]) -> None:
         self._group_sizes = [len(group["params"]) for group in self.param_groups]
-        with self._giving_up_for_all("placing parameters"):
+        with self._joint.giving_up_for_all("placing parameters"):
             self._take_up(self._layout.place(entering))
 
     def _take_up(self, new: list[Bucket]) -> None:
@@ -453,9 +425,10 @@ class ShardedOptimizer(Optimizer):
                     loss = closure()
             except BaseException as error:
                 if self._wrapper is None and self._communicator.size > 1:
-                    self._give_up("the closure of step()", error)  # the others may be anywhere
+                    # The others may be anywhere.
+                    self._joint.give_up("the closure of step()", error)
                 raise
-        self._require_sound()
+        self._joint.require_sound()
         scaled = ScaledStep(self, self._layout.parameters)
         self._refuse_writing("step()")
         self._refuse_capture()
@@ -465,18 +438,18 @@ class ShardedOptimizer(Optimizer):
         self._join()
         for step in self._steps:
             step.check(takes_back=not self._is_one_copy or step.bucket.is_own)
-        self._vote()
+        self._joint.vote(self.param_groups, self.defaults)
         if self._is_debugging:
-            self._check_options(self.param_groups)
+            require_same_options(self._communicator, self.param_groups)
         self._state.note_state()
-        with self._giving_up_for_all("step()"):
+        with self._joint.giving_up_for_all("step()"):
             known = len(self._steps)
             self._take_up(self._layout.adopt_buckets())
             for step in self._steps[known:]:
                 step.check(takes_back=False)
         if self._is_one_copy:
             self._writes.settle()
-        with self._giving_up_for_all("step()"):
+        with self._joint.giving_up_for_all("step()"):
             scaled.unscale()
             if self._is_one_copy:
                 # What all ranks read: none reads it any more, and none does before it is whole.
@@ -491,7 +464,7 @@ class ShardedOptimizer(Optimizer):
                     step.run(self.param_groups, scaled.found_inf)
                     step.gather(self._communicator)
                 self._left_out.expect(scaled.found_inf, self._steps)
-        self._phase = "stepped"
+        self._joint.note_stepped()
         # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
         if scripts_any_function() or (self._wrapper is None and compiles_anything()):
             self._arrive()
@@ -513,105 +486,6 @@ class ShardedOptimizer(Optimizer):
             and all(asks_for_kernels(group) for group in self.param_groups)
             and self.optimizer_class in FUSED_CLASSES
         )
-
-    @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """Lets ranks that vote know that this one will, whatever round it begins in the step."""
-        reducer = self._reducer
-        if self._is_in_step or reducer is None:
-            yield
-            return
-        self._is_in_step = True
-        reducer.set_stepping(self._layout.number)
-        try:
-            yield
-        finally:
-            self._is_in_step = False
-            reducer.set_stepping(0)
-
-    def _tell(self, error: BaseException) -> None:
-        """Lets the other ranks know, unless they do, that a step has raised here."""
-        reducer = self._reducer
-        if self._failed or self._communicator.size == 1 or self._phase == "told":
-            return
-        if self._phase == "voted":
-            # What pydist raises there (Mismatch, or that the group has failed), all ranks raise.
-            if not isinstance(error, Error):
-                self._give_up("step()", error)
-            return
-        if self._is_writing and self._is_one_copy:
-            return  # the others wait at the end of writing(), where they are told
-        if self._wrapper is not None:
-            if reducer is None:  # all ranks have retired the model
-                return
-            reducer.await_thrown()  # which its thread may not have let go of yet
-            # The others hear what raises there from the backward; of an average that is held, when
-            # it is concluded or given up. Where it was lost, they have heard.
-            if reducer.is_in_backward or reducer.is_held or reducer.why_lost:
-                return
-        if self._phase == "checking":
-            with contextlib.suppress(Error, type(error)), self._in_step():
-                self._vote(error)
-            self._phase = "told"
-        elif self._phase == "stepped":
-            self._give_up("step()", error)
-
-    def _vote(self, error: BaseException | None = None) -> None:
-        """Returns once all ranks have said that they can take a step, with the same options.
-
-        Args:
-            error: Why this rank can't.
-
-        Raises:
-            Mismatch: Options differ (on every rank).
-            Error: Another rank can't.
-        """
-        if self._communicator.size == 1:
-            return
-        values = [] if error is not None else values_of_step(self.param_groups, self.defaults)
-        digest = digest_of(values)
-        self._phase = "voted"
-        while True:
-            refused, went_backward, together, alike = self._votes(error is not None, digest)
-            if not went_backward:
-                break
-            error = error or Error(
-                f"rank {_numbers(went_backward)} went backward while this rank called step() of "
-                "pydist.ShardedOptimizer, so no rank steps: go backward as often on every rank, "
-                "and set the gradients to zero before the next step",
-                **culprits(self._communicator, went_backward, "went backward"),
-            )
-            if not together:  # that raises on the others, which don't come to a vote
-                raise error
-        if not together:
-            raise Mismatch(
-                "ranks called step() of different pydist.ShardedOptimizers of one model: step them "
-                "in the same order on every rank"
-            )
-        if refused:
-            told = outcomes(self._communicator, "step()", error)
-            raise error or Error(
-                f"step() of pydist.ShardedOptimizer raised on rank {_numbers(refused)}, so no rank "
-                f"has stepped, and parameters are as they were: {told[refused[0]].said}",
-                **culprits(self._communicator, refused, told[refused[0]].said),
-            )
-        if not alike:
-            self._compare(
-                "an option of pydist.ShardedOptimizer's step",
-                facts_of_values(values, self.defaults),
-            )
-
-    def _votes(self, refuses: bool, digest: int) -> tuple[list[int], list[int], bool, bool]:
-        """What `Reducer.vote` returns, also without a reducer."""
-        if self._reducer is not None:
-            return self._reducer.vote(refuses, digest)
-        cpu = torch.device("cpu")  # whatever torch's default is
-        said = torch.empty(self._communicator.size, 2, dtype=torch.int64, device=cpu)
-        own = torch.tensor([refuses, digest >> 1], device=cpu)
-        self._communicator.all_gather(own, said, label="vote on a step")
-        votes: list[list[int]] = said.tolist()
-        refused = [rank for rank, (refusal, _) in enumerate(votes) if refusal]
-        return refused, [], True, len({options for refusal, options in votes if not refusal}) < 2
 
     def _refuse_pending(self) -> None:
         if self._wrapper is None:
@@ -648,27 +522,6 @@ class ShardedOptimizer(Optimizer):
             )
 
     @contextlib.contextmanager
-    def _giving_up_for_all(self, doing: str) -> Iterator[None]:
-        """Around what leaves parameters incomplete where it raises, perhaps on this rank alone."""
-        try:
-            yield
-        except BaseException as error:
-            self._give_up(doing, error)
-            raise
-
-    def _give_up(self, doing: str, error: BaseException) -> None:
-        """Tells whoever waits for this rank, in a step or in the backward of the next."""
-        self._failed = in_words(error)
-        reason = (
-            f"{doing} of pydist.ShardedOptimizer raised on rank {self._communicator.rank}, so the "
-            "ranks' parameters are incomplete, and the groups of the optimizer and its model have "
-            f"ended: {self._failed}"
-        )
-        self._communicator.abort(reason)
-        if self._wrapper is not None:
-            self._wrapper._communicator.abort(reason)
-
-    @contextlib.contextmanager
     @runs_uncompiled_throughout
     def writing(self) -> Iterator[bool]:
         """Lets one rank write into the parameters for all ranks. All ranks call it together.
@@ -699,7 +552,7 @@ class ShardedOptimizer(Optimizer):
             Error: Another rank raised inside.
         """
         self._require_working_model()
-        self._require_sound()
+        self._joint.require_sound()
         if self._is_writing:
             raise InvalidUsage("optimizer.writing() is called inside optimizer.writing()")
         if self._wrapper is not None and self._wrapper._reducer.is_in_backward:
@@ -751,7 +604,7 @@ class ShardedOptimizer(Optimizer):
             self._join()
             # What is still gathered lands where the values of the delayed step go next.
             self._arrive()
-            with self._giving_up_for_all("taking over a delayed step"):
+            with self._joint.giving_up_for_all("taking over a delayed step"):
                 self._offload.take_over()
         self._arrive()
 
@@ -766,7 +619,7 @@ class ShardedOptimizer(Optimizer):
         """
         self._left_out.settle()
         if self._offload is not None:
-            with self._giving_up_for_all("the delayed step"):
+            with self._joint.giving_up_for_all("the delayed step"):
                 self._offload.join()
 
     def own_writes(self) -> str:
@@ -790,25 +643,10 @@ class ShardedOptimizer(Optimizer):
             for parameter in self._layout.parameters:
                 parameter.grad = None
 
-    @property
-    def _reducer(self) -> _native.Reducer | None:
-        """What averages the gradients; None where pydist does not, or no longer does."""
-        if self._wrapper is None or self._wrapper.is_retired:
-            return None
-        return self._wrapper._reducer
-
     def _require_working_model(self) -> None:
         """Raises InvalidUsage, on all ranks, where the model's wrapper was retired."""
         if self._wrapper is not None:
             self._wrapper.require_working()
-
-    def _require_sound(self) -> None:
-        if self._failed:
-            raise InvalidUsage(
-                f"an earlier step or change of pydist.ShardedOptimizer failed ({self._failed}), "
-                "so the parameters are incomplete: load a checkpoint, and make the model and the "
-                "optimizer anew"
-            )
 
     # -- gradients
 
@@ -900,7 +738,7 @@ class ShardedOptimizer(Optimizer):
         With `delayed=True` it waits for the step that is under way, and has what that makes; the
         parameters have it once all ranks call `finish()`.
         """
-        self._require_sound()
+        self._joint.require_sound()
         self._join()
         self._arrive()
         names = self._layout.named()
@@ -914,7 +752,7 @@ class ShardedOptimizer(Optimizer):
             `ParameterState`, and ranges of elements. All of a parameter that has no place yet,
             because it is frozen.
         """
-        self._require_sound()
+        self._joint.require_sound()
         return ranges_of(self._layout, self._layout.named())
 
     def load_sharded_state(self, state: ShardedState) -> None:
@@ -934,7 +772,7 @@ class ShardedOptimizer(Optimizer):
                 shard are missing, values can't be cut for it (`pydist.save` says the same), or
                 options are not supported. Nothing has changed.
         """
-        self._require_sound()
+        self._joint.require_sound()
         names = self._layout.named()
         matching = require_state_of(self._layout, names, self._named_groups(), state)
         for group in state.groups:

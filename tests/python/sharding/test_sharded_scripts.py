@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from training import LIMIT_S, TIME_LIMIT, Runner, batch, joined
 
 import pydist
-from pydist.sharding.parameter_groups import facts_of_options
+from pydist.sharding.step.same_options import facts_of_options
 
 pytestmark = TIME_LIMIT
 
