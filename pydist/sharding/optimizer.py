@@ -41,6 +41,7 @@ from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.leaving import arrive_before_leaving
 from pydist.sharding.offload.offload import Offload
 from pydist.sharding.offload.requirements import require_offload, requirement
+from pydist.sharding.one_writer import OneWriter
 from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
     checked_group,
@@ -84,9 +85,6 @@ if TYPE_CHECKING:
 
     from pydist.parallel.wrapper import DataParallel
 
-# The rank, of the optimizer's group, that writes for all inside `writing()`.
-_WRITER = 0
-
 # The arguments that `pydist.Config` may have in its section "optimizer".
 _CONFIGURABLE = ("stage", "master_weights", "share_parameters", "offload", "delayed")
 
@@ -120,8 +118,7 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
                 return run(self, *args, **kwargs)
         except BaseException as error:
             forget_scale(self)
-            # The others wait at the end of writing(), where they are told.
-            self._joint.tell(error, is_told_later=self._is_writing and self._is_one_copy)
+            self._joint.tell(error, is_told_later=self._writer.others_wait)
             raise
 
     whole_step.hooked = True  # type: ignore[attr-defined]
@@ -243,7 +240,6 @@ class ShardedOptimizer(Optimizer):
         self._steps: list[BucketStep] = []
         # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
-        self._is_writing = False
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._offload: Offload | None = None
@@ -289,6 +285,12 @@ class ShardedOptimizer(Optimizer):
             self._communicator.size,
         )
         self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
+        self._writer = OneWriter(
+            self._communicator,
+            self._wrapper,
+            self._layout,
+            self._writes if self._is_one_copy else None,
+        )
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
         if self._offload is not None:
             self._gradients.scaling = self._offload.scaling
@@ -430,7 +432,7 @@ class ShardedOptimizer(Optimizer):
                 raise
         self._joint.require_sound()
         scaled = ScaledStep(self, self._layout.parameters)
-        self._refuse_writing("step()")
+        self._writer.refuse("step()")
         self._refuse_capture()
         self._refuse_pending()
         self._refuse_removed()
@@ -553,42 +555,10 @@ class ShardedOptimizer(Optimizer):
         """
         self._require_working_model()
         self._joint.require_sound()
-        if self._is_writing:
-            raise InvalidUsage("optimizer.writing() is called inside optimizer.writing()")
-        if self._wrapper is not None and self._wrapper._reducer.is_in_backward:
-            raise InvalidUsage(
-                "optimizer.writing() is called within backward, from a hook say, which still needs "
-                "the parameters as they are: call it after backward()"
-            )
+        self._writer.require_possible()
         self.finish()
-        mine = True
-        guarded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self._is_one_copy:
-            self._writes.settle()
-            self._communicator.barrier(label="before one rank writes parameters")
-            mine = self._communicator.rank == _WRITER
-            guarded = self._writes.of_one_rank(_WRITER, self._apart())
-        self._is_writing = True
-        try:
-            with torch.no_grad(), guarded:
-                yield mine
-        finally:
-            self._is_writing = False
-
-    def _apart(self) -> list[tuple[str, Tensor]]:
-        """Parameters, of the model or the optimizer, of which every rank has one of its own."""
-        named = list(zip(self._layout.names, self._layout.parameters, strict=True))
-        if self._wrapper is not None:
-            named += self._wrapper.named_parameters()
-        placed = {id(p) for bucket in self._layout.shared_buckets for p in bucket.parameters}
-        return [(name, parameter) for name, parameter in named if id(parameter) not in placed]
-
-    def _refuse_writing(self, what: str) -> None:
-        if self._is_writing:
-            raise InvalidUsage(
-                f"{what} is called inside optimizer.writing(), where one rank writes parameters "
-                "that all need: call it before or after that"
-            )
+        with self._writer.writing() as mine:
+            yield mine
 
     @runs_uncompiled_throughout
     def finish(self) -> None:
@@ -864,7 +834,7 @@ class ShardedOptimizer(Optimizer):
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
         """All ranks write the same into parameters, and nobody reads them. All have met before."""
-        self._refuse_writing("pydist.load()")
+        self._writer.refuse("pydist.load()")
         self.finish()
         return self._writes.together()
 
