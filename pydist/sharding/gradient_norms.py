@@ -72,6 +72,20 @@ class ReducedGradients:
         self.communicator.all_reduce(flat, flat, "sum", False)
         return flat.as_strided(parameter.shape, self.layout.members[index].strides)
 
+    def refuse_pending(self) -> None:
+        """Raises InvalidUsage in a step where gradients were accumulated and never averaged."""
+        if self.wrapper is None:
+            return
+        owned = self.layout.indices
+        if any(id(parameter) in owned for parameter in self.wrapper._reducer.pending):
+            raise InvalidUsage(
+                "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
+                "(or past the wrapper, by model.module(...)) and never averaged. Each rank updates "
+                "a part of every parameter, so ranks can't train apart: mend the program, so that "
+                "the last forward before step() is model(...) outside of no_sync(), or "
+                "sync_gradients() comes before step()"
+            )
+
     def name_of(self, index: int) -> str:
         """The name of a parameter."""
         return self.layout.names[index]

@@ -35,7 +35,6 @@ from pydist.job import groups, membership
 from pydist.job.arguments import flag
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
-from pydist.sharding.buckets import Bucket
 from pydist.sharding.clipping import clip_gradients
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.leaving import arrive_before_leaving
@@ -46,10 +45,12 @@ from pydist.sharding.own_writes import OwnWrites
 from pydist.sharding.parameter_groups import (
     checked_group,
     groups_of,
-    listed,
     model_of,
     named_like,
     options_of,
+    prototype_of,
+    require_model,
+    require_sizes,
 )
 from pydist.sharding.placement import ShardedLayout
 from pydist.sharding.sharded_gradient import without_gradients
@@ -73,34 +74,18 @@ from pydist.sharding.state.torch_state_dict import (
     to_unsharded,
     without_absent,
 )
-from pydist.sharding.step.bucket_step import BucketStep
 from pydist.sharding.step.element_wise import require_element_wise, require_plain_options
 from pydist.sharding.step.fused_step import FUSED_CLASSES, asks_for_kernels
 from pydist.sharding.step.joint_step import JointStep
 from pydist.sharding.step.same_options import facts_of_options, require_same_options
-from pydist.sharding.step.scaled_step import LeftOutStep, ScaledStep, forget_scale
+from pydist.sharding.step.scaled_step import ScaledStep, forget_scale
+from pydist.sharding.step.shard_step import ShardStep
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from pydist.parallel.wrapper import DataParallel
-
 # The arguments that `pydist.Config` may have in its section "optimizer".
 _CONFIGURABLE = ("stage", "master_weights", "share_parameters", "offload", "delayed")
-
-
-def _what_to_add(wrapper: DataParallel | None) -> str:
-    if wrapper is None:
-        return "make another pydist.ShardedOptimizer for the model"
-    return (
-        "register them in the wrapped module first, as in model.module.append(layer), or use an "
-        "optimizer of their own for them"
-    )
-
-
-def _forget_states(steps: Iterable[BucketStep]) -> None:
-    for step in steps:
-        step.forget_states()
 
 
 def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,15 +222,13 @@ class ShardedOptimizer(Optimizer):
             parent = self._wrapper._communicator
         else:
             parent = groups.communicator_of(process_group, "process_group")
-        self._steps: list[BucketStep] = []
         # State that was loaded for parameters which have no place yet, because they are frozen.
         self._waiting: dict[int, ParameterState] = {}
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._offload: Offload | None = None
-        self._left_out = LeftOutStep()
         self._is_ready = False
-        prototype = self._prototype([dict(group) for group in param_groups])
+        prototype = prototype_of(optimizer_class, self._options, param_groups)
         super().__init__(param_groups, dict(prototype.defaults))
         # Split only after everything that a single rank may refuse.
         self._communicator = groups.split(parent, range(parent.size))
@@ -277,19 +260,24 @@ class ShardedOptimizer(Optimizer):
             self._offload = Offload(self._communicator, is_delayed=delayed)
             if self._wrapper is not None:
                 self._offload.watch(self._wrapper._reducer, self._layout.number)
+        self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
+        writes = self._writes if self._is_one_copy else None
+        self._writer = OneWriter(self._communicator, self._wrapper, self._layout, writes)
+        self._shard_step = ShardStep(
+            self._communicator,
+            self._layout,
+            self._joint,
+            functools.partial(self._class, **self._options),
+            self._waiting,
+            writes,
+            self._offload,
+        )
         self._state = StateOfShards(
             self._layout,
             self._waiting,
-            functools.partial(_forget_states, self._steps),
+            self._shard_step.forget_states,
             self._communicator.rank,
             self._communicator.size,
-        )
-        self._writes = OwnWrites(self._communicator, self._layout.buckets, self._layout.copies)
-        self._writer = OneWriter(
-            self._communicator,
-            self._wrapper,
-            self._layout,
-            self._writes if self._is_one_copy else None,
         )
         self._gradients = ReducedGradients(self._layout, self._communicator, self._wrapper)
         if self._offload is not None:
@@ -319,23 +307,6 @@ class ShardedOptimizer(Optimizer):
         """The steps on the host, for benchmarks; None: the state is where the parameters are."""
         return self._offload
 
-    def _prototype(self, param_groups: list[dict[str, Any]]) -> Optimizer:
-        """The wrapped class over nothing: checks options, and has all of them."""
-        for group in param_groups:
-            tensors = [
-                item[1] if isinstance(item, tuple) else item for item in listed(group["params"])
-            ]
-            group["params"] = [
-                torch.empty(0, dtype=t.dtype, device=t.device)
-                for t in tensors[:1]
-                if isinstance(t, Tensor)
-            ]
-            group.pop("param_names", None)
-        prototype = self._class(param_groups, **self._options)
-        for group in prototype.param_groups:
-            require_plain_options(group)
-        return prototype
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters, as any optimizer does. All ranks call it, with the same.
 
@@ -352,19 +323,12 @@ class ShardedOptimizer(Optimizer):
             return
         given = checked_group(param_group, len(self.param_groups))
         self._require_working_model()
-        found = model_of(None, [given], self._wrapper)
-        if found is not self._wrapper:
-            raise InvalidUsage(
-                "add_param_group() was given parameters of "
-                + ("no" if found is None else "another")
-                + " pydist.DataParallel model, unlike those that the optimizer has: "
-                + _what_to_add(self._wrapper)
-            )
+        require_model(given, self._wrapper)
         if self._wrapper is not None and "param_names" in self.param_groups[0]:
             given["params"] = named_like(self._wrapper, given["params"])
         self._joint.require_sound()
         require_element_wise(self._class, self._options, [options_of(given)])
-        self._prototype([dict(given)])
+        prototype_of(self._class, self._options, [given])
         super().add_param_group(given)
         try:
             require_same_options(self._communicator, self.param_groups[-1:])
@@ -376,18 +340,7 @@ class ShardedOptimizer(Optimizer):
 
     def _place(self, entering: list[int]) -> None:
         self._group_sizes = [len(group["params"]) for group in self.param_groups]
-        with self._joint.giving_up_for_all("placing parameters"):
-            self._take_up(self._layout.place(entering))
-
-    def _take_up(self, new: list[Bucket]) -> None:
-        """Makes new buckets ready to step."""
-        make = functools.partial(self._class, **self._options)
-        for bucket in new:
-            made = BucketStep if self._offload is None else self._offload.make_step
-            self._steps.append(made(bucket, self.param_groups, make))
-        take_over(self._waiting, new)
-        for member in (member for bucket in new for member in bucket.members):
-            self._waiting.pop(member.index, None)
+        self._shard_step.place(entering, self.param_groups)
 
     # -- stepping
 
@@ -433,43 +386,21 @@ class ShardedOptimizer(Optimizer):
         self._joint.require_sound()
         scaled = ScaledStep(self, self._layout.parameters)
         self._writer.refuse("step()")
-        self._refuse_capture()
-        self._refuse_pending()
-        self._refuse_removed()
-        self._arrive()
-        self._join()
-        for step in self._steps:
-            step.check(takes_back=not self._is_one_copy or step.bucket.is_own)
+        self._shard_step.refuse_capture()
+        self._gradients.refuse_pending()
+        require_sizes(self.param_groups, self._group_sizes)
+        self._shard_step.arrive()
+        self._shard_step.join()
+        self._shard_step.check()
         self._joint.vote(self.param_groups, self.defaults)
         if self._is_debugging:
             require_same_options(self._communicator, self.param_groups)
         self._state.note_state()
-        with self._joint.giving_up_for_all("step()"):
-            known = len(self._steps)
-            self._take_up(self._layout.adopt_buckets())
-            for step in self._steps[known:]:
-                step.check(takes_back=False)
-        if self._is_one_copy:
-            self._writes.settle()
-        with self._joint.giving_up_for_all("step()"):
-            scaled.unscale()
-            if self._is_one_copy:
-                # What all ranks read: none reads it any more, and none does before it is whole.
-                for step in self._steps:
-                    step.run(self.param_groups)
-                self._communicator.barrier(label="after parameters were written")
-            elif self._offload is not None:
-                self._offload.step(self.param_groups)
-            else:
-                # In reverse, because forward needs first what backward completes last.
-                for step in reversed(self._steps):
-                    step.run(self.param_groups, scaled.found_inf)
-                    step.gather(self._communicator)
-                self._left_out.expect(scaled.found_inf, self._steps)
+        self._shard_step.run(self.param_groups, scaled)
         self._joint.note_stepped()
         # Nobody knows what a scripted function reads, or when a graph runs outside of a wrapper.
         if scripts_any_function() or (self._wrapper is None and compiles_anything()):
-            self._arrive()
+            self._shard_step.arrive()
         return loss
 
     @property
@@ -488,40 +419,6 @@ class ShardedOptimizer(Optimizer):
             and all(asks_for_kernels(group) for group in self.param_groups)
             and self.optimizer_class in FUSED_CLASSES
         )
-
-    def _refuse_pending(self) -> None:
-        if self._wrapper is None:
-            return
-        owned = self._layout.indices
-        if any(id(parameter) in owned for parameter in self._wrapper._reducer.pending):
-            raise InvalidUsage(
-                "ShardedOptimizer.step() would use gradients that were accumulated under no_sync() "
-                "(or past the wrapper, by model.module(...)) and never averaged. Each rank updates "
-                "a part of every parameter, so ranks can't train apart: mend the program, so that "
-                "the last forward before step() is model(...) outside of no_sync(), or "
-                "sync_gradients() comes before step()"
-            )
-
-    def _refuse_removed(self) -> None:
-        """Raises where a group or a parameter was removed: buckets know their groups by number."""
-        counts = [len(group["params"]) for group in self.param_groups]
-        if counts != self._group_sizes:
-            raise InvalidUsage(
-                "pydist.ShardedOptimizer's param_groups were changed by hand: it was given "
-                f"{sum(self._group_sizes)} parameters in {len(self._group_sizes)} groups, and "
-                f"step() finds {sum(counts)} in {len(counts)}. Add groups by add_param_group(); "
-                "none can be removed: freeze its parameters instead, by requires_grad_(False) and "
-                "parameter.grad = None"
-            )
-
-    def _refuse_capture(self) -> None:
-        """A graph would repeat neither what the host counts nor the wait for what travels."""
-        devices = {bucket.memory.device for bucket in self._layout.buckets}
-        if any(_native.is_capturing(device) for device in devices):
-            raise InvalidUsage(
-                "ShardedOptimizer.step() cannot be captured into a CUDA graph: leave it, and the "
-                "backward of its gradients, outside of the capture"
-            )
 
     @contextlib.contextmanager
     @runs_uncompiled_throughout
@@ -570,27 +467,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             Error: That step has raised, here or on another rank.
         """
-        if self._offload is not None:
-            self._join()
-            # What is still gathered lands where the values of the delayed step go next.
-            self._arrive()
-            with self._joint.giving_up_for_all("taking over a delayed step"):
-                self._offload.take_over()
-        self._arrive()
-
-    def _arrive(self) -> None:
-        for bucket in self._layout.buckets:
-            bucket.wait()
-
-    def _join(self) -> None:
-        """Waits until the last step is over on the host: one that it takes, and what it counts.
-
-        What a delayed step has raised, the other ranks hear as well.
-        """
-        self._left_out.settle()
-        if self._offload is not None:
-            with self._joint.giving_up_for_all("the delayed step"):
-                self._offload.join()
+        self._shard_step.finish()
 
     def own_writes(self) -> str:
         """What the program has written into parameters of one copy since the last step, in words.
@@ -685,13 +562,13 @@ class ShardedOptimizer(Optimizer):
         rank takes its part. What would remove or copy state, or save this rank's part for all of
         it, raises InvalidUsage, but in a world of one.
         """
-        self._join()
+        self._shard_step.join()
         return self._state
 
     @state.setter
     def state(self, state: Any) -> None:
         if self._is_ready:
-            self._join()
+            self._shard_step.join()
             self._state.assign(state)
 
     def sharded_state(self) -> ShardedState:
@@ -709,8 +586,8 @@ class ShardedOptimizer(Optimizer):
         parameters have it once all ranks call `finish()`.
         """
         self._joint.require_sound()
-        self._join()
-        self._arrive()
+        self._shard_step.join()
+        self._shard_step.arrive()
         names = self._layout.named()
         return state_of(self._layout, names, self._named_groups(), self._waiting)
 
@@ -748,12 +625,12 @@ class ShardedOptimizer(Optimizer):
         for group in state.groups:
             require_plain_options(group)
         waiting = waiting_state(self._layout, names, state)
-        self._join()
-        self._arrive()
+        self._shard_step.join()
+        self._shard_step.arrive()
         self._state.note_state()
         for own, loaded in matching:
             self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
-        _forget_states(self._steps)
+        self._shard_step.forget_states()
         states = {index: state.parameters[name] for index, name in names.items()}
         take_over(states, self._layout.buckets)
         for index in self._waiting.keys() & names.keys():
@@ -843,7 +720,7 @@ class ShardedOptimizer(Optimizer):
         if not any(bucket.gather is not None for bucket in self._layout.buckets):
             return
         if compiles_anything() or self._holds_scripts(module):
-            self._arrive()
+            self._shard_step.arrive()
 
     @runs_uncompiled
     def during_forward(self) -> contextlib.AbstractContextManager[None]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import a_type
 from pydist.parallel.ownership import fitting, ids_in_any
 from pydist.parallel.wrapper import DataParallel
+from pydist.sharding.step.element_wise import require_plain_options
 
 # What a parameter group has beside the options of the optimizer's class.
 _NOT_OPTIONS = {"params", "param_names"}
@@ -143,3 +146,70 @@ def model_of(
             "pydist.DataParallel model and of others: make one for each"
         )
     return expected if expected in found else next(iter(found), None)
+
+
+def require_model(group: dict[str, Any], model: DataParallel | None) -> None:
+    """Raises InvalidUsage where a group that is added is not of the optimizer's wrapped model.
+
+    Args:
+        group: With its parameters listed.
+        model: The one that the others are of; None: of none.
+    """
+    found = model_of(None, [group], model)
+    if found is model:
+        return
+    remedy = "make another pydist.ShardedOptimizer for the model"
+    if model is not None:
+        remedy = (
+            "register them in the wrapped module first, as in model.module.append(layer), or use "
+            "an optimizer of their own for them"
+        )
+    raise InvalidUsage(
+        f"add_param_group() was given parameters of {'no' if found is None else 'another'} "
+        f"pydist.DataParallel model, unlike those that the optimizer has: {remedy}"
+    )
+
+
+def require_sizes(param_groups: list[dict[str, Any]], sizes: list[int]) -> None:
+    """Raises where a group or a parameter was removed: buckets know their groups by number.
+
+    Args:
+        param_groups: The optimizer's.
+        sizes: How many parameters it was given in each.
+    """
+    counts = [len(group["params"]) for group in param_groups]
+    if counts != sizes:
+        raise InvalidUsage(
+            "pydist.ShardedOptimizer's param_groups were changed by hand: it was given "
+            f"{sum(sizes)} parameters in {len(sizes)} groups, and "
+            f"step() finds {sum(counts)} in {len(counts)}. Add groups by add_param_group(); "
+            "none can be removed: freeze its parameters instead, by requires_grad_(False) and "
+            "parameter.grad = None"
+        )
+
+
+def prototype_of(
+    optimizer_class: type[Optimizer],
+    options: dict[str, Any],
+    param_groups: list[dict[str, Any]],
+) -> Optimizer:
+    """The wrapped class over nothing: checks options, and has all of them.
+
+    Args:
+        optimizer_class: The class.
+        options: That it is given.
+        param_groups: Whose own options it gets.
+    """
+    empty = []
+    for group in param_groups:
+        tensors = [item[1] if isinstance(item, tuple) else item for item in listed(group["params"])]
+        params = [
+            torch.empty(0, dtype=t.dtype, device=t.device)
+            for t in tensors[:1]
+            if isinstance(t, Tensor)
+        ]
+        empty.append({**options_of(group), "params": params})
+    prototype = optimizer_class(empty, **options)
+    for group in prototype.param_groups:
+        require_plain_options(group)
+    return prototype

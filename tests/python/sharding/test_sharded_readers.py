@@ -17,6 +17,7 @@ from twins import LIMIT_S, TIME_LIMIT, steps_late
 import pydist
 from pydist.sharding import in_flight
 from pydist.sharding import optimizer as sharded_optimizer
+from pydist.sharding.step.shard_step import ShardStep
 
 pytestmark = TIME_LIMIT
 
@@ -132,10 +133,10 @@ def look_for_scripts() -> None:
             optimizer.step()
         with (
             mock.patch.object(module, "modules", wraps=module.modules) as walks,
-            mock.patch.object(pydist.ShardedOptimizer, "_arrive", autospec=True) as finish,
+            mock.patch.object(ShardStep, "arrive", autospec=True) as arrive,
         ):
             model(torch.ones(2, 10))
-        assert finish.called == (len(module) > 1)
+        assert arrive.called == (len(module) > 1)
         return walks.call_count
 
     step()

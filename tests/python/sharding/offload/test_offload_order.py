@@ -47,7 +47,7 @@ def copies_in(act: Any) -> list[str]:
 def copy_during_backward(dtype: torch.dtype) -> None:
     """All gradients go in backward. Clipping copies them again only where it rounds."""
     training = Offloaded(dtype=dtype)
-    steps = training.optimizer._steps
+    steps = training.optimizer._shard_step.steps
     for number in range(4):
         training.optimizer.zero_grad()
         sent = [s for s in steps if s.host._reduced is not None and s.host._reduced.numel()]
@@ -89,7 +89,7 @@ def count_waits(delayed: bool) -> None:
         training.backward(number)
         training.optimizer.clip_grad_norm_(0.01)
         fake_cuda.synchronize()
-        training.optimizer._join()
+        training.optimizer._shard_step.join()
         fake_cuda.take_host_waits()
         may_go_on.clear()
         with mock.patch.object(OffloadedStep, "run_on_host", run_on_host):
@@ -97,7 +97,7 @@ def count_waits(delayed: bool) -> None:
                 training.optimizer.step()
             in_step = fake_cuda.take_host_waits()
             may_go_on.set()
-            training.optimizer._join()
+            training.optimizer._shard_step.join()
         assert not (delayed and in_step), in_step
         waits += in_step + fake_cuda.take_host_waits()
     assert set(waits) <= {"an event"}
@@ -123,7 +123,7 @@ def step_before_the_host_has() -> None:
             training.optimizer.zero_grad()
             training.backward(number)
             may_go_on.set()
-            training.optimizer._join()
+            training.optimizer._shard_step.join()
             may_go_on.clear()
             training.step()
             # The twin is as late: forward and backward see nothing of this step.
@@ -147,7 +147,9 @@ def finish_amid_gathers() -> None:
     is_gathering: list[bool] = []
 
     def taking_over(self: Offload) -> None:
-        works = [g._work for g in (s.bucket.gather for s in training.optimizer._steps) if g]
+        works = [
+            g._work for g in (s.bucket.gather for s in training.optimizer._shard_step.steps) if g
+        ]
         is_gathering.append(not all(work.is_completed() for work in works))
         take_over(self)
 
@@ -209,7 +211,7 @@ def forget_all() -> None:
         training.train(0)
         training.finish()
         values = dict(training.twin.values)
-        pinned = weakref.ref(training.optimizer._steps[0].host._values)
+        pinned = weakref.ref(training.optimizer._shard_step.steps[0].host._values)
         model = training.model
         del training.optimizer, training.parameters, training
         gc.collect()
@@ -254,7 +256,7 @@ def shut_down_amid_a_step() -> int:
         assert held.ended == 0
         pydist.shutdown()
         # The thread is over, and has touched no memory that is gone.
-        assert held.ended == len(training.optimizer._steps)
+        assert held.ended == len(training.optimizer._shard_step.steps)
     return held.ended
 
 
@@ -275,7 +277,7 @@ def fail_on_one_rank(call: str) -> str:
 
     training.optimizer.zero_grad()
     training.backward(2)
-    training.optimizer._join()
+    training.optimizer._shard_step.join()
 
     def step() -> None:
         if training.rank == 1:

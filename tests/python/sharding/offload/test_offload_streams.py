@@ -63,7 +63,7 @@ def hold_up(direction: str) -> None:
     """One direction of the bus stands still as a step begins, and all others go on."""
     for delayed in (False, True):
         training = Offloaded(delayed=delayed, delay_us=0)
-        streams = training.optimizer._steps[0]._streams
+        streams = training.optimizer._shard_step.steps[0]._streams
         looker = Looker(training)
         with streams_alone():
             for number in range(4):
@@ -123,7 +123,7 @@ def test_a_direction_of_the_bus_is_late(direction: str, count: int) -> None:
 def clip_before_the_copy() -> None:
     """Gradients are clipped before they have been copied; the step multiplies them once."""
     training = Offloaded(delay_us=0)
-    to_host = training.optimizer._steps[0]._streams.to_host
+    to_host = training.optimizer._shard_step.steps[0]._streams.to_host
     with streams_alone():
         for number in range(2):
             training.optimizer.zero_grad()
@@ -249,7 +249,7 @@ def keep_sources() -> None:
         send(self, gradients, is_reduced)
 
     with streams_alone(), mock.patch.object(HostShard, "send_gradients", send_gradients):
-        stall = stalled(optimizer._steps[0]._streams.to_host)
+        stall = stalled(optimizer._shard_step.steps[0]._streams.to_host)
         optimizer.step()
         on_their_way = [copy.expired() for copy in copies]
         stall.release()
@@ -278,7 +278,7 @@ def step_by_hand(delayed: bool) -> None:
         parameters, torch.optim.AdamW, lr=0.1, offload="cpu", delayed=delayed
     )
     twin = KernelTwin(optimizer, {p: p for p in parameters})
-    to_device = optimizer._steps[0]._streams.to_device
+    to_device = optimizer._shard_step.steps[0]._streams.to_device
     kept = [torch.empty_like(p) for p in parameters]
     options = [dict(group) for group in optimizer.param_groups]
     for number in range(2):
