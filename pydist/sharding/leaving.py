@@ -1,7 +1,7 @@
 """Lets what a step has updated arrive before its optimizer goes, or its job ends.
 
-The other ranks need this rank's shards to arrive there, whether it needs theirs or not. So it does
-not go before, whoever forgets the optimizer.
+The other ranks need this rank's shards to arrive there, whether it needs theirs or not. So this
+rank does not go before, whoever forgets the optimizer.
 """
 
 from __future__ import annotations

@@ -1,30 +1,24 @@
 """`pydist.ShardedOptimizer`: each rank updates, and keeps the optimizer's state of, its share.
 
-The file is long because the class is, a quarter of it the reference of its methods: the class only
-says in which order the ranks do what the other modules of this folder hold.
+The class says in which order the ranks do what the other modules of this folder hold. Its methods
+about gradients are in `gradient_methods.py`, those about state in `state/state_methods.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pydist import _native
 from pydist._torch import (
-    as_plain_tensors,
     compiles_anything,
-    run_load_state_dict_post_hooks,
-    run_load_state_dict_pre_hooks,
-    run_state_dict_post_hooks,
-    run_state_dict_pre_hooks,
     runs_uncompiled,
     runs_uncompiled_throughout,
     scripts_any_function,
@@ -35,7 +29,7 @@ from pydist.job import groups, membership
 from pydist.job.arguments import flag
 from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
-from pydist.sharding.clipping import clip_gradients
+from pydist.sharding.gradient_methods import GradientMethods
 from pydist.sharding.gradient_norms import ReducedGradients
 from pydist.sharding.leaving import arrive_before_leaving
 from pydist.sharding.offload.offload import Offload
@@ -54,27 +48,9 @@ from pydist.sharding.parameter_groups import (
 )
 from pydist.sharding.placement import ShardedLayout
 from pydist.sharding.sharded_gradient import without_gradients
-from pydist.sharding.state.ranges import ParameterState, ShardedState
-from pydist.sharding.state.refused_saving import RanksPart, refuse_checkpoints
-from pydist.sharding.state.segment_states import (
-    ranges_of,
-    require_state_of,
-    state_of,
-    take_over,
-    waiting_state,
-)
 from pydist.sharding.state.shown_optimizer_state import StateOfShards
-from pydist.sharding.state.torch_state_dict import (
-    from_state_dict,
-    from_unsharded,
-    is_sharded,
-    require_form,
-    require_options_of,
-    to_state_dict,
-    to_unsharded,
-    without_absent,
-)
-from pydist.sharding.step.element_wise import require_element_wise, require_plain_options
+from pydist.sharding.state.state_methods import StateMethods
+from pydist.sharding.step.element_wise import require_element_wise
 from pydist.sharding.step.fused_step import FUSED_CLASSES, asks_for_kernels
 from pydist.sharding.step.joint_step import JointStep
 from pydist.sharding.step.same_options import facts_of_options, require_same_options
@@ -110,7 +86,7 @@ def _leaving_nobody(step: Callable[..., Any]) -> Callable[..., Any]:
     return whole_step
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(GradientMethods, StateMethods):
     """Runs an optimizer of torch's on equal shards of the parameters, one a rank (ZeRO).
 
     Each rank keeps the optimizer's state of its shard alone, updates that, and gathers the others'
@@ -222,8 +198,7 @@ class ShardedOptimizer(Optimizer):
             parent = self._wrapper._communicator
         else:
             parent = groups.communicator_of(process_group, "process_group")
-        # State that was loaded for parameters which have no place yet, because they are frozen.
-        self._waiting: dict[int, ParameterState] = {}
+        self._waiting = {}
         # Whether the model holds TorchScript, and when that was seen.
         self._scripts: tuple[int, bool] | None = None
         self._offload: Offload | None = None
@@ -476,236 +451,10 @@ class ShardedOptimizer(Optimizer):
         """
         return self._writes.described() if self._is_one_copy else ""
 
-    @runs_uncompiled_throughout
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients, as any optimizer does. Waits for nobody.
-
-        Args:
-            set_to_none: Whether to set them to None rather than to zero.
-        """
-        if not set_to_none:
-            super().zero_grad(set_to_none=False)
-            return
-        with as_plain_tensors():
-            for parameter in self._layout.parameters:
-                parameter.grad = None
-
     def _require_working_model(self) -> None:
         """Raises InvalidUsage, on all ranks, where the model's wrapper was retired."""
         if self._wrapper is not None:
             self._wrapper.require_working()
-
-    # -- gradients
-
-    @runs_uncompiled_throughout
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """Scales all gradients so that their norm, as of one vector, is `max_norm` at most.
-
-        All ranks call it. What `torch.nn.utils.clip_grad_norm_` does, and faster; the norm of
-        16-bit gradients, and the factor, are taken in float32. Where ranks have
-        parameters of their own, the norm is of the gradients of all ranks' together, and so are
-        all of them scaled alike; torch's function raises `Mismatch` where it would scale the ranks'
-        parts of one gradient differently.
-
-        Args:
-            max_norm: Of the whole gradient, over all ranks' shards.
-            norm_type: The order of the norm; may be infinite.
-            error_if_nonfinite: Whether to raise where the norm is not finite.
-
-        Returns:
-            The norm before scaling, the same on every rank.
-        """
-        if self._layout.some_have_own:
-            return self._gradients.clip_with_own(max_norm, float(norm_type), error_if_nonfinite)
-        return clip_gradients(
-            self._layout.parameters, max_norm, float(norm_type), error_if_nonfinite, foreach=True
-        )
-
-    @runs_uncompiled_throughout
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        """The whole averaged gradient of a parameter. All ranks call it, for the same one.
-
-        Args:
-            parameter: One of the optimizer's.
-
-        Returns:
-            A tensor of its own; None if there is no gradient.
-
-        Raises:
-            Mismatch: It was accumulated under `no_sync()`, put by hand or set to zero since it was
-                averaged, on some ranks (on every rank).
-        """
-        return self._gradients.gradient_of(parameter)
-
-    def bytes_in_flight(self) -> int:
-        """Bytes of the memory in which this rank's buckets fill and travel, in stage 2."""
-        if self._wrapper is None:
-            return 0
-        berth_bytes: int = self._wrapper._reducer.berth_bytes(self._layout.number)
-        return berth_bytes
-
-    # -- state
-
-    @property  # type: ignore[override]
-    def state(self) -> StateOfShards:
-        """By parameter, what this rank has of the optimizer's state. Talks to nobody.
-
-        For what walks the state of any optimizer: a mapping of the class's own names to tensors of
-        one dimension, the elements that this rank's shard has of the parameter, and to numbers that
-        are the same for all elements, such as `step`. What changes a tensor in place changes the
-        shard. Parameters that are wholly on other ranks are not in it. In a world of one, tensors
-        have the parameters' shapes.
-
-        Setting a value takes a tensor of the shard's size, or of the parameter's, of which this
-        rank takes its part. What would remove or copy state, or save this rank's part for all of
-        it, raises InvalidUsage, but in a world of one.
-        """
-        self._shard_step.join()
-        return self._state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        if self._is_ready:
-            self._shard_step.join()
-            self._state.assign(state)
-
-    def sharded_state(self) -> ShardedState:
-        """This rank's part of the state: ranges of parameters, by name. Talks to nobody.
-
-        It is of what a `pydist.DataParallel` model has now of the parameters, under its present
-        names: layers may have been inserted or replaced. What the model has no more is left out,
-        as in the model's own state.
-
-        The tensors are the optimizer's own memory, not copies. The parts of all ranks, in any
-        order, are the whole: `ShardedState.merged` puts parts together, `load_sharded_state` takes
-        any that cover what the rank needs, whatever ranks and stage they come from.
-
-        With `delayed=True` it waits for the step that is under way, and has what that makes; the
-        parameters have it once all ranks call `finish()`.
-        """
-        self._joint.require_sound()
-        self._shard_step.join()
-        self._shard_step.arrive()
-        names = self._layout.named()
-        return state_of(self._layout, names, self._named_groups(), self._waiting)
-
-    def ranges(self) -> dict[str, tuple[tuple[int, ...], list[tuple[int, int]]]]:
-        """The parts of a state that `load_sharded_state` needs on this rank. Talks to nobody.
-
-        Returns:
-            By the parameters' names, as in `sharded_state()`: the order of dimensions, as in
-            `ParameterState`, and ranges of elements. All of a parameter that has no place yet,
-            because it is frozen.
-        """
-        self._joint.require_sound()
-        return ranges_of(self._layout, self._layout.named())
-
-    def load_sharded_state(self, state: ShardedState) -> None:
-        """Takes over a state, by the names of the parameters. Talks to nobody.
-
-        What the model has no more keeps the state that it has.
-
-        With `delayed=True`, all ranks call `finish()` first: the values of a step that is under way
-        reach the parameters later otherwise.
-
-        Args:
-            state: Its ranges cover what this rank's shard has of each parameter; what is beside
-                that is not looked at. Copied.
-
-        Raises:
-            InvalidUsage: Parameters or groups are not those of this optimizer, elements of the
-                shard are missing, values can't be cut for it (`pydist.save` says the same), or
-                options are not supported. Nothing has changed.
-        """
-        self._joint.require_sound()
-        names = self._layout.named()
-        matching = require_state_of(self._layout, names, self._named_groups(), state)
-        for group in state.groups:
-            require_plain_options(group)
-        waiting = waiting_state(self._layout, names, state)
-        self._shard_step.join()
-        self._shard_step.arrive()
-        self._state.note_state()
-        for own, loaded in matching:
-            self.param_groups[own].update(copy.deepcopy(options_of(state.groups[loaded])))
-        self._shard_step.forget_states()
-        states = {index: state.parameters[name] for index, name in names.items()}
-        take_over(states, self._layout.buckets)
-        for index in self._waiting.keys() & names.keys():
-            del self._waiting[index]
-        self._waiting.update(waiting)
-
-    def _named_groups(self) -> list[dict[str, Any]]:
-        return [
-            {**options_of(group), "params": list(named)}
-            for group, named in zip(self.param_groups, self.named(), strict=True)
-        ]
-
-    def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, in the form of torch's optimizers. Talks to nobody.
-
-        As in any optimizer, "param_groups" has the options and the parameters' numbers, and
-        "state" is by number, counted over what the model has of them, as in `sharded_state()`. What
-        is there is a list of ranges: (begin, end, values), as in
-        `sharded_state()`, whose shapes and orders of dimensions are in "parameters" with the
-        names. It is of use to `load_state_dict` on the same rank of as many, with the same buckets
-        (`bucket_cap_mb=`); what `pydist.save` keeps loads anywhere. In a world of one it is what
-        `optimizer_class` has for whole parameters, and a float32 copy of one is "master".
-
-        Raises:
-            InvalidUsage: torch.distributed.checkpoint calls, which would keep one rank's for all.
-        """
-        rank, size = self._communicator.rank, self._communicator.size
-        if size > 1:
-            refuse_checkpoints()
-        run_state_dict_pre_hooks(self)
-        local = self.sharded_state()
-        return run_state_dict_post_hooks(
-            self,
-            to_unsharded(local) if size == 1 else to_state_dict(local, RanksPart(rank, size)),
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a `state_dict()`, or one of an unsharded optimizer of the class. Copies it.
-
-        Args:
-            state_dict: This rank's own, from as many ranks with the same buckets; or one of the
-                wrapped class, from torch, whole: every rank takes its part.
-
-        Raises:
-            InvalidUsage: As for `load_sharded_state`; or it is, by the options of its groups, of
-                another class. Nothing has changed.
-        """
-        state_dict = run_load_state_dict_pre_hooks(self, state_dict)
-        require_form(state_dict)
-        for group in state_dict["param_groups"]:
-            require_options_of(self._class.__qualname__, self, group)
-        if is_sharded(state_dict):
-            state = from_state_dict(state_dict)
-        else:
-            named = [item for group in self.named() for item in group.items()]
-            present = {id(parameter) for _, parameter in named}
-            of_present = without_absent(state_dict, self.param_groups, present)
-            state = from_unsharded(of_present, named)
-        self.load_sharded_state(state)
-        run_load_state_dict_post_hooks(self)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise InvalidUsage(
-            "a pydist.ShardedOptimizer can't be copied or pickled: parameters and gradients are "
-            "in memory of its ranks' group; pydist.save keeps its state, and state_dict() is this "
-            "rank's part of it"
-        )
-
-    def named(self) -> list[dict[str, Tensor]]:
-        """The parameters that `sharded_state()` is of, by name, group by group."""
-        names, indices = self._layout.named(), self._layout.indices
-        return [
-            {names[i]: p for p in group["params"] if (i := indices[id(p)]) in names}
-            for group in self.param_groups
-        ]
 
     # -- for DataParallel
 
