@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pydist.parallel.replica_check import check_same
+from pydist.parallel.checks.replica_check import check_same
 from pydist.sampling.batch_sampler import BatchSampler
 from pydist.sampling.loader import PreparedLoader
 from pydist.sampling.sampler import DistributedSampler

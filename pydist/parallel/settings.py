@@ -12,9 +12,9 @@ from pydist import _native
 from pydist.errors import InvalidUsage
 from pydist.job.arguments import flag
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES
-from pydist.parallel.divergence_check import checked_every
+from pydist.parallel.checks.divergence_check import checked_every
+from pydist.parallel.like_torch.torch_arguments import caps_of, group_of, replicas_of
 from pydist.parallel.several_devices.replicas import Replicas
-from pydist.parallel.torch_arguments import caps_of, group_of, replicas_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

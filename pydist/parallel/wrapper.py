@@ -43,9 +43,19 @@ from pydist.parallel.bucket_planner import (
     typical_cap_bytes,
 )
 from pydist.parallel.buffers.buffer_sync import BufferSync
+from pydist.parallel.checks.divergence_check import Sentinel
+from pydist.parallel.checks.finite_check import FiniteCheck
+from pydist.parallel.checks.replica_check import check_same, copy_from, facts_of
+from pydist.parallel.checks.step_guard import guard_steps
 from pydist.parallel.compiled_graphs import graphs_cut_at
-from pydist.parallel.divergence_check import Sentinel
-from pydist.parallel.finite_check import FiniteCheck
+from pydist.parallel.like_torch.torch_arguments import (
+    input_device_of,
+    refuse_unsupported,
+    warn_of_check_reduction,
+)
+from pydist.parallel.like_torch.torch_buckets import TorchBuckets
+from pydist.parallel.like_torch.torch_idioms import TorchIdioms, refuse_zero_hook
+from pydist.parallel.like_torch.torchs_stages import warn_of_torchs_stage
 from pydist.parallel.names.state_hooks import run_hooks_of_module
 from pydist.parallel.nested_wrappers import (
     look_at_torchs_wrappers,
@@ -60,19 +70,9 @@ from pydist.parallel.reducer import (
     make_reducer,
     outputs_with_graph,
 )
-from pydist.parallel.replica_check import check_same, copy_from, facts_of
 from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.stands_for_module import StandsForModule
-from pydist.parallel.step_guard import guard_steps
 from pydist.parallel.sync_batch_norm import refuse_under_join, talk_apart
-from pydist.parallel.torch_arguments import (
-    input_device_of,
-    refuse_unsupported,
-    warn_of_check_reduction,
-)
-from pydist.parallel.torch_buckets import TorchBuckets
-from pydist.parallel.torch_idioms import TorchIdioms, refuse_zero_hook
-from pydist.parallel.torchs_stages import warn_of_torchs_stage
 from pydist.parallel.trained_parameters import TrainedParameters, require_trainable
 from pydist.parallel.watched_methods import WatchedMethods
 

@@ -11,8 +11,8 @@ import torch.distributed.pipelining as torch_pipelining
 from pydist._torch import uncompiled
 from pydist.errors import InvalidUsage
 from pydist.job import groups
+from pydist.parallel.checks.replica_check import check_same
 from pydist.parallel.nested_wrappers import parts_by_path
-from pydist.parallel.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
 from pydist.pipelining.wrapped_errors import unwrapped_errors
 

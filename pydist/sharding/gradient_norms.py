@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pydist import _native
 from pydist.errors import InvalidUsage
-from pydist.parallel.replica_check import check_same
+from pydist.parallel.checks.replica_check import check_same
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.clipping import require_finite, wide_norm
 from pydist.sharding.placement import ShardedLayout

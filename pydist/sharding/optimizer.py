@@ -27,7 +27,7 @@ from pydist.config.in_force import takes_from_config
 from pydist.errors import InvalidUsage
 from pydist.job import groups, membership
 from pydist.job.arguments import flag
-from pydist.parallel.replica_check import check_same
+from pydist.parallel.checks.replica_check import check_same
 from pydist.parallel.trained_parameters import registrations
 from pydist.sharding.gradient_methods import GradientMethods
 from pydist.sharding.gradient_norms import ReducedGradients

@@ -18,8 +18,8 @@ from pydist import _native
 from pydist._torch import is_marked_as_ignored
 from pydist.errors import InvalidUsage
 from pydist.parallel.bucket_planner import DEFAULT_CAP_BYTES, PlannedParameter, plan_buckets
+from pydist.parallel.checks.replica_check import check_same
 from pydist.parallel.names.state_names import distinct_names, plain_names
-from pydist.parallel.replica_check import check_same
 from pydist.parallel.trained_parameters import ids_of_sparse, require_plain
 from pydist.parallel.wrapper import DataParallel
 from pydist.sharding.buckets import Bucket, Member, Segment, cut, dense_strides, move_in

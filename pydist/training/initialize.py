@@ -17,7 +17,7 @@ from pydist.config.in_force import Configuration
 from pydist.errors import InvalidUsage
 from pydist.job import groups, membership
 from pydist.job.arguments import a_type
-from pydist.parallel.replica_check import check_same
+from pydist.parallel.checks.replica_check import check_same
 from pydist.sampling.loader import PreparedLoader, prepare
 from pydist.sharding.made_anew import sharded_like
 from pydist.sharding.optimizer import ShardedOptimizer

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pydist import _native
-from pydist.parallel.replica_check import check_same
+from pydist.parallel.checks.replica_check import check_same
 from pydist.sharding.parameter_groups import options_of
 
 

@@ -22,7 +22,7 @@ from training import TIME_LIMIT, Cut, batch, joined, loss_of_cut
 
 import pydist
 from pydist.gpu.late_number import LateNumber
-from pydist.parallel.finite_check import _MOST_UNDER_WAY
+from pydist.parallel.checks.finite_check import _MOST_UNDER_WAY
 
 pytestmark = [needs_gpu_ranks, TIME_LIMIT]
 

@@ -11,7 +11,7 @@ from thorough import everyday
 from training import normalized_model, train_normalized
 
 import pydist
-from pydist.parallel.finite_check import FiniteCheck
+from pydist.parallel.checks.finite_check import FiniteCheck
 
 pytestmark = pytest.mark.timeout(90)
 

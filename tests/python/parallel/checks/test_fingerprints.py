@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pydist.parallel import fingerprints
-from pydist.parallel.fingerprints import fingerprints_of
+from pydist.parallel.checks import fingerprints
+from pydist.parallel.checks.fingerprints import fingerprints_of
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -19,7 +19,7 @@ from pydist.errors import InvalidUsage, Mismatch
 from pydist.job.log import logger
 from pydist.job.outcome import exchange
 from pydist.job.rank_names import culprits
-from pydist.parallel.fingerprints import fingerprints_of
+from pydist.parallel.checks.fingerprints import fingerprints_of
 
 if TYPE_CHECKING:
     from pydist._native import Communicator

@@ -1,0 +1,1 @@
+"""What is there for programs that were written for torch's DistributedDataParallel."""
