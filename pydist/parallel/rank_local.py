@@ -15,6 +15,7 @@ that is refused.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 
 from torch import Tensor, nn
@@ -78,13 +79,24 @@ class RankLocal:
         """The ones that all ranks have alike, by the module's names."""
         return [(name, b) for name, b in self.module.named_buffers() if not self._has_buffer(name)]
 
-    def unknown_names(self) -> list[str]:
-        """Names in the list that nothing in the module has."""
+    def warn_of_unknown(self) -> None:
+        """Warns of names in the list that nothing in the module has, as in torch."""
         known = {name for name, _ in self.module.named_parameters(remove_duplicate=False)}
         known |= {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         for path, part in self.module.named_modules():
             known |= {f"{path}.{key}" for key, _ in part.named_parameters(recurse=False)}
-        return sorted(ignored_names(self.module) - known)
+        unknown = sorted(ignored_names(self.module) - known)
+        if not unknown:
+            return
+        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
+        warnings.warn(
+            "_ddp_params_and_buffers_to_ignore of the module has "
+            f"{', '.join(map(repr, unknown[:3]))}{more}, which nothing in the module is called, so "
+            "nothing is ignored for that, as in torch's DistributedDataParallel: give names as "
+            "named_parameters() and named_buffers() of this module have them",
+            UserWarning,
+            stacklevel=4,  # past the constructor, and past what gives it its configuration
+        )
 
     def _has_buffer(self, name: str) -> bool:
         path, _, key = name.rpartition(".")

@@ -6,16 +6,18 @@ What happens during backward is C++: csrc/reducer/reducer.h.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pydist import _native
+from pydist.errors import InvalidUsage
 from pydist.parallel.bucket_planner import PlannedParameter
 
 if TYPE_CHECKING:
     from pydist.parallel.buffers.buffer_sync import BufferSync
+    from pydist.parallel.rank_local import RankLocal
 
 CommunicationStats = _native.ReducerStats
 BucketStats = _native.BucketStats
@@ -92,6 +94,28 @@ def make_reducer(
         rank,
         buffers,
     )
+
+
+def require_reducible(
+    communicator: _native.Communicator,
+    module: RankLocal,
+    reduction: Literal["mean", "sum"],
+    wire_dtype: torch.dtype | None,
+) -> None:
+    """Raises InvalidUsage, on all ranks, where the group can't reduce gradients on the GPU.
+
+    In a backward it would come while other ranks are in the middle of theirs.
+    """
+    trained = [p for _, p in module.shared_parameters() if p.requires_grad]
+    on_gpu = [p for p in trained if p.device.type == "cuda"]
+    for dtype in dict.fromkeys(p.dtype for p in on_gpu):
+        if why := communicator.why_unsupported("all_reduce", reduction, dtype):
+            raise InvalidUsage(f"pydist.DataParallel: {why.removesuffix('.')}.")
+    narrowed = next((p for p in on_gpu if wire_dtype and p.dtype == torch.float32), None)
+    if narrowed is not None and not communicator.capabilities()["wire_dtypes"]:
+        nothing = narrowed.new_empty(0)
+        # Refused, with the reason.
+        communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
 
 
 def outputs_with_graph(outputs: Any, within: tuple[int, ...] = ()) -> Iterator[Tensor]:

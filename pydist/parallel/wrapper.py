@@ -69,6 +69,7 @@ from pydist.parallel.reducer import (
     Trained,
     make_reducer,
     outputs_with_graph,
+    require_reducible,
 )
 from pydist.parallel.settings import Settings, settings_of
 from pydist.parallel.stands_for_module import StandsForModule
@@ -351,7 +352,7 @@ class DataParallel(TorchIdioms, StandsForModule):
             raise InvalidUsage(f"pydist.DataParallel wraps a torch.nn.Module, not {a_type(module)}")
         refuse_wrapped(module)
         local = RankLocal(module)
-        _warn_of_unknown(local)
+        local.warn_of_unknown()
         require_trainable(local)
         input_device = input_device_of(local, settings.device_ids, settings.output_device)
         if settings.replicas is not None:
@@ -430,7 +431,7 @@ class DataParallel(TorchIdioms, StandsForModule):
         facts = [*settings.facts(), f"average_bucket of its own={averages_itself}"]
         check_same(communicator, "pydist.DataParallel's setting", facts)
         check_same(communicator, "the module", facts_of(local))
-        _require_reducible(communicator, local, settings.reduction, settings.wire_dtype)
+        require_reducible(communicator, local, settings.reduction, settings.wire_dtype)
         copy_from(
             communicator, 0, local, with_parameters=with_parameters, with_buffers=with_buffers
         )
@@ -1146,21 +1147,6 @@ def _forget_given_up() -> None:
     _giving_up.clear()
 
 
-def _warn_of_unknown(local: RankLocal) -> None:
-    """Warns of names to ignore that ignore nothing, as in torch."""
-    unknown = local.unknown_names()
-    if unknown:
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-        warnings.warn(
-            "_ddp_params_and_buffers_to_ignore of the module has "
-            f"{', '.join(map(repr, unknown[:3]))}{more}, which nothing in the module is called, so "
-            "nothing is ignored for that, as in torch's DistributedDataParallel: give names as "
-            "named_parameters() and named_buffers() of this module have them",
-            UserWarning,
-            stacklevel=4,  # past the constructor, and past what gives it its configuration
-        )
-
-
 @runs_uncompiled_throughout
 def watch_outputs(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
     """Lets the backward that comes from the outputs of a forward average, or only accumulate."""
@@ -1181,28 +1167,6 @@ def watch_outputs(wrapper: weakref.ref[DataParallel], outputs: Any) -> None:
 
 def _forget_late(wrapper: DataParallel, _: object) -> None:
     wrapper._forget_late()
-
-
-def _require_reducible(
-    communicator: _native.Communicator,
-    module: RankLocal,
-    reduction: Literal["mean", "sum"],
-    wire_dtype: torch.dtype | None,
-) -> None:
-    """Raises InvalidUsage, on all ranks, where the group can't reduce gradients on the GPU.
-
-    In a backward it would come while other ranks are in the middle of theirs.
-    """
-    trained = [p for _, p in module.shared_parameters() if p.requires_grad]
-    on_gpu = [p for p in trained if p.device.type == "cuda"]
-    for dtype in dict.fromkeys(p.dtype for p in on_gpu):
-        if why := communicator.why_unsupported("all_reduce", reduction, dtype):
-            raise InvalidUsage(f"pydist.DataParallel: {why.removesuffix('.')}.")
-    narrowed = next((p for p in on_gpu if wire_dtype and p.dtype == torch.float32), None)
-    if narrowed is not None and not communicator.capabilities()["wire_dtypes"]:
-        nothing = narrowed.new_empty(0)
-        # Refused, with the reason.
-        communicator.all_reduce(nothing, nothing, reduction, wire_dtype=wire_dtype)
 
 
 def _sparse_error(name: str) -> InvalidUsage:
