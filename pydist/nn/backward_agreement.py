@@ -18,7 +18,7 @@ from pydist.errors import InvalidUsage, Mismatch
 from pydist.job.outcome import exchange
 from pydist.job.rank_names import first_that_differs, who_said_what
 from pydist.parallel.ownership import newest_first
-from pydist.parallel.wrapper import is_joining
+from pydist.parallel.wrapper_parts.uneven_inputs import is_joining
 
 if TYPE_CHECKING:
     from pydist._native import Communicator

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from pydist.parallel.wrapper import DataParallel, ShardOwner
+    from pydist.parallel.wrapper import DataParallel
+    from pydist.parallel.wrapper_parts.shard_owners import ShardOwner
 
 # In the order in which they were made, on all ranks alike.
 _wrappers: weakref.WeakKeyDictionary[DataParallel, None] = weakref.WeakKeyDictionary()

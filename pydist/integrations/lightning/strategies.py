@@ -24,7 +24,7 @@ from pydist.integrations.lightning.loaders import (
     stand_in,
 )
 from pydist.integrations.lightning.reductions import Logged, log, reduce, reduce_logged
-from pydist.parallel.wrapper import watch_outputs
+from pydist.parallel.wrapper_parts.forward import watch_outputs
 
 # Lightning's names of where a value is logged that is of one batch of an evaluation.
 _WITHIN_EVALUATION = frozenset(

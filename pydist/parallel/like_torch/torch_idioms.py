@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,34 +11,10 @@ from torch import nn
 
 from pydist._torch import WrapperStandIn, ignored_names
 from pydist.errors import InvalidUsage
-from pydist.parallel.rank_local import RankLocal
-from pydist.parallel.settings import Settings
+from pydist.parallel.wrapper_parts.communication_hooks import CommunicationHooks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from pydist import _native
-    from pydist.parallel.buffers.buffer_sync import BufferSync
-
-
-# The file of torch's hooks that step an optimizer of torch's while gradients travel.
-_ZERO_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook"
-
-
-def refuse_zero_hook(hook: Callable[..., Any]) -> None:
-    """Raises InvalidUsage for a hook that steps a ZeroRedundancyOptimizer, or wraps one that does.
-
-    Such a hook waits for a wrapper of torch's to say that its buckets are final.
-    """
-    cells = getattr(hook, "__closure__", None) or ()
-    wrapped = [cell.cell_contents for cell in cells if cell != types.CellType()]
-    if any(getattr(each, "__module__", None) == _ZERO_HOOKS for each in (hook, *wrapped)):
-        raise InvalidUsage(
-            "hook is one of torch's hook_with_zero_step, which steps a ZeroRedundancyOptimizer by "
-            "what torch's DistributedDataParallel knows of its buckets, and pydist.DataParallel "
-            "has other ones: use pydist.ShardedOptimizer(model, torch.optim.AdamW, lr=...), which "
-            "shards the optimizer's state too, and no hook"
-        )
 
 
 def _as_torch_has_it(device: torch.device) -> int | torch.device:
@@ -48,22 +22,8 @@ def _as_torch_has_it(device: torch.device) -> int | torch.device:
     return device.index if device.type == "cuda" else device
 
 
-class TorchIdioms(WrapperStandIn):
+class TorchIdioms(CommunicationHooks, WrapperStandIn):
     """The part of `pydist.DataParallel` that is there for such programs alone."""
-
-    _reducer: Any
-    _communicator: _native.Communicator
-    _local: RankLocal
-    _buffer_sync: BufferSync | None
-    _torch_attributes: dict[str, Any]
-    _settings: Settings
-
-    if TYPE_CHECKING:
-
-        @property
-        def has_joined(self) -> bool: ...
-
-    register_comm_hook: Callable[..., None]
 
     def _take_torch_attributes(
         self,

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from training import TIME_LIMIT, Branches, Runner, assert_near, batch, joined
 
 import pydist
-from pydist.parallel import wrapper
 from pydist.parallel.bucket_planner import (
     _HANDOVER_S,
     PlannedParameter,
     best_cap_bytes,
     plan_buckets,
 )
+from pydist.parallel.wrapper_parts import buckets
 
 pytestmark = TIME_LIMIT
 
@@ -122,7 +122,7 @@ def test_plan_follows_the_order_of_backward(run_on_each: Runner, set_to_none: bo
 
 def shard_what_is_measured(measured_bytes: int) -> list[list[str]]:
     joined()
-    with mock.patch.object(wrapper, "best_cap_bytes", return_value=measured_bytes):
+    with mock.patch.object(buckets, "best_cap_bytes", return_value=measured_bytes):
         model = pydist.DataParallel(
             nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(8)))
         )

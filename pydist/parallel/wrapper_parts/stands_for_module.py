@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from pydist._torch import StandIn
 from pydist.errors import InvalidUsage
-from pydist.parallel.additions import can_be_kept_beside, refuse_addition, refuse_another_module
 from pydist.parallel.names.plain_state import PlainState
 from pydist.parallel.names.prefixed_names import warn_of_prefix
 from pydist.parallel.names.state_hooks import HookedLoading, has_loading_hooks, taken_with_hooks
 from pydist.parallel.names.state_names import matched, take_prefix_off
 from pydist.parallel.nested_wrappers import refuse_copying_and_sharding
-from pydist.parallel.watched_methods import WatchedMethods
+from pydist.parallel.wrapper_parts.additions import (
+    can_be_kept_beside,
+    refuse_addition,
+    refuse_another_module,
+)
+from pydist.parallel.wrapper_parts.watched_methods import WatchedMethods
 
 _Wrapper = TypeVar("_Wrapper", bound="StandsForModule")
 
