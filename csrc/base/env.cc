@@ -50,8 +50,8 @@ constexpr std::array kVariables = {
     EnvironmentVariable{
         "PYDIST_TUNING", "on | uncached | off", "on",
         "Whether collectives and messages between the ranks of a host are timed, to "
-        "move data in the way that is fastest here; collectives begin with what "
-        "earlier jobs found; uncached begins with nothing and keeps nothing. The "
+        "move data in the way that is fastest here, and begin with what earlier jobs "
+        "found; uncached begins with nothing and keeps nothing. The "
         "same on every rank."},
     EnvironmentVariable{"PYDIST_SINGLE_COPY", "on | off", "on",
                         "Whether ranks of a host may read each other's ordinary tensors through "

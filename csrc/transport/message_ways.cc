@@ -1,15 +1,27 @@
 #include "transport/message_ways.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <utility>
+
+#include "transport/lane_segment.h"
 
 namespace pydist {
 namespace {
 
-// Places among the candidates.
+constexpr std::array<Choice, 2> kCandidates = {
+    Choice{.piece_bytes = kMessageLanes.slot_bytes},  // less in a group of very many ranks
+    Choice{.in_place = true},
+};
+// Places there.
 constexpr std::size_t kLane = 0;
 constexpr std::size_t kRead = 1;
+
+// Where nothing has been timed.
+constexpr bool is_usually_read(TunedMemory memory) noexcept {
+  return memory == TunedMemory::kShared;
+}
 
 }  // namespace
 
@@ -19,8 +31,8 @@ MessageWays::Class& MessageWays::class_of(const TuningKey& key) {
     return found->second;
   }
   const std::optional<Choice> known = table_ != nullptr ? table_->find_near(key) : std::nullopt;
-  const bool is_read = known ? known->in_place : key.memory == TunedMemory::kShared;
-  CandidateChooser chooser(candidates_.size(), is_read ? kRead : kLane,
+  const bool is_read = known ? known->in_place : is_usually_read(key.memory);
+  CandidateChooser chooser(kCandidates.size(), is_read ? kRead : kLane,
                            static_cast<std::uint64_t>(key.size_class), *rhythm_);
   return classes_.emplace(key, Class{std::move(chooser)}).first->second;
 }
@@ -29,7 +41,11 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
                                      Time now) {
   Way way;
   const int length = size_class_of(bytes);
-  if (!rhythm_ || length > kLongestClass) {
+  if (length > kLongestClass) {
+    return way;
+  }
+  if (!rhythm_) {
+    way.is_read_ = is_usually_read(memory);
     return way;
   }
   const TuningKey key{.kind = OpKind::kRecv,
@@ -45,7 +61,9 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
   const CandidateChooser::Plan plan = its.chooser.next();
   if (its.chooser.judged() != its.told && table_ != nullptr) {
     its.told = its.chooser.judged();
-    if (std::optional<TuningEntry> entry = found_by(its.chooser, candidates_)) {
+    std::optional<TuningEntry> entry = found_by(its.chooser, kCandidates);
+    // Where no read has succeeded, there was nothing to compare.
+    if (entry && entry->times_us.size() == kCandidates.size()) {
       entry->is_learnt = true;
       table_->put(key, *std::move(entry));
     }

@@ -11,7 +11,6 @@
 
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -50,14 +49,10 @@ class MessageWays {
     Time begin_;
   };
 
-  // Without a rhythm nothing is tried, and all go through the lane. `table`: where to look for what
-  // is known, and to keep what is found; null: nowhere. `slot_bytes`: of the lanes.
-  explicit MessageWays(const std::optional<TuningRhythm>& rhythm, TuningTable* table = nullptr,
-                       std::size_t slot_bytes = 0)
-      : rhythm_(rhythm),
-        table_(table),
-        candidates_{Choice{.piece_bytes = static_cast<std::uint32_t>(slot_bytes)},
-                    Choice{.in_place = true}} {}
+  // Without a rhythm nothing is tried, and what lies in shared memory is read. `table`: where to
+  // look for what is known, and to keep what is found; null: nowhere.
+  explicit MessageWays(const std::optional<TuningRhythm>& rhythm, TuningTable* table = nullptr)
+      : rhythm_(rhythm), table_(table) {}
 
   // For a message that may be read, and comes from now on.
   // `memory`: kOrdinary or kShared, where it lies.
@@ -70,14 +65,13 @@ class MessageWays {
 
  private:
   // Longer ones go through the lane, whose two ends share the work: what a core's cache does not
-  // hold, the kernel copies no quicker than they do.
+  // hold, one copy by one of them, or by the kernel, is no quicker.
   static constexpr int kLongestClass = 25;  // 32 MiB
 
   [[nodiscard]] Class& class_of(const TuningKey& key);
 
   const std::optional<TuningRhythm> rhythm_;
   TuningTable* table_;
-  std::array<Choice, 2> candidates_;
   std::map<TuningKey, Class> classes_;  // they stay where they are
 };
 

@@ -150,14 +150,15 @@ bool Messages::may_announce(int peer) const noexcept {
          kLaneDepth;
 }
 
-void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer) {
+MessagePlace::In Messages::publish(int peer, std::uint64_t number, std::uint64_t tag,
+                                   const Buffer& buffer) {
   Announcement& announcement = segment_.announcement(rank_, peer, number);
   announcement.tag = tag;
   announcement.count = buffer.count;
   const bool rides = rides_along(rank_, peer, buffer);
   const MessagePlace place = rides || reads_ == nullptr || carrier_to(peer) != nullptr
                                  ? MessagePlace{}
-                                 : reads_->place_of(buffer);
+                                 : reads_->place_of(peer, buffer);
   announcement.address = place.address;
   announcement.dtype = buffer.dtype;
   announcement.in = place.in;
@@ -173,6 +174,7 @@ void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const 
                                 sizeof announcement + announcement.riding_bytes});
   }
   doorbells_[static_cast<std::size_t>(peer)]->ring();
+  return place.in;
 }
 
 bool Messages::announce(int peer, Outgoing& lane) {
@@ -181,7 +183,7 @@ bool Messages::announce(int peer, Outgoing& lane) {
     Send send = std::move(lane.unannounced.front());
     lane.unannounced.pop_front();
     send.number = segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed);
-    publish(peer, send.number, send.tag, send.buffer);
+    send.in = publish(peer, send.number, send.tag, send.buffer);
     moved = true;
     if (rides_along(rank_, peer, send.buffer)) {
       finish(send.on_done, peer);
@@ -203,10 +205,12 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
     const std::uint64_t word = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
     const std::uint64_t number = word & ~kTaken;
     const bool is_taken = (word & kTaken) != 0;
-    PYDIST_CHECK(!is_taken || reads_ != nullptr);
     const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
                                    [number](const Send& each) { return each.number == number; });
     PYDIST_CHECK(send != lane.announced.end());
+    if (is_taken && send->in == MessagePlace::In::kNowhere) {
+      throw_damaged(peer, "says that it has copied a message out of memory that it can't read");
+    }
     Send granted_send = std::move(*send);
     lane.announced.erase(send);
     if (is_taken) {
@@ -370,8 +374,8 @@ bool Messages::take(int peer, Receive& receive) {
 }
 
 void Messages::note_come(int peer, const Receive& receive) {
-  if (reads_ == nullptr || carrier_to(peer) != nullptr) {
-    return;  // there is no other way
+  if (receive.place.in == MessagePlace::In::kNowhere || carrier_to(peer) != nullptr) {
+    return;  // there was no other way
   }
   const MessageWays::Time now = Deadline::Clock::now();
   Incoming& lane = incoming_[static_cast<std::size_t>(peer)];

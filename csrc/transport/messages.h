@@ -52,8 +52,8 @@ class MessageReads {
   MessageReads& operator=(const MessageReads&) = delete;
   virtual ~MessageReads() = default;
 
-  // Where others find a message of this rank's.
-  [[nodiscard]] virtual MessagePlace place_of(const Buffer& buffer) const noexcept = 0;
+  // Where `peer` finds a message of this rank's.
+  [[nodiscard]] virtual MessagePlace place_of(int peer, const Buffer& buffer) const noexcept = 0;
   // Copies what lies in a place of the rank `peer`, which keeps it there until it is told. False
   // where that can't be done, or it may have been something else by now: then the message comes
   // through its lane. Throws the group's failure.
@@ -99,6 +99,7 @@ class Messages {
     Buffer buffer;
     OnDone on_done;
     std::uint64_t number = 0;  // among the lane's messages
+    MessagePlace::In in = MessagePlace::In::kNowhere;
     std::size_t moved_bytes = 0;
   };
   struct Receive {
@@ -152,7 +153,8 @@ class Messages {
     return buffer.bytes() <= segment_.most_riding_bytes(sender, receiver);
   }
   // Fills in the announcement of message `number`, for which there is room, and publishes it.
-  void publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer);
+  // Returns where it says that the message lies.
+  MessagePlace::In publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer);
   [[nodiscard]] bool may_announce(int peer) const noexcept;
   bool announce(int peer, Outgoing& lane);
   bool take_grants(int peer, Outgoing& lane);

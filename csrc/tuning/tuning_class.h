@@ -14,7 +14,7 @@
 
 namespace pydist {
 
-// Where the data of a collective lies, and what happens to it on the way.
+// Where the data lies, and what happens to it on the way.
 enum class TunedMemory : std::uint8_t {
   kOrdinary,
   kConverted,  // elements travel in a type of their own
@@ -57,7 +57,8 @@ struct Choice {
 // The largest class that a word may name: more bytes than any buffer has.
 inline constexpr int kLargestSizeClass = 48;
 
-// c, where 2^(c-1) < bytes <= 2^c. `bytes`: what a rank contributes, as it travels; more than 0.
+// c, where 2^(c-1) < bytes <= 2^c. `bytes`: what a rank contributes or sends, as it
+// travels; more than 0.
 [[nodiscard]] constexpr int size_class_of(std::size_t bytes) noexcept {
   return static_cast<int>(std::bit_width(bytes - 1));
 }

@@ -1,7 +1,7 @@
 // What the groups of this process have found to be fastest, for the groups that come after them.
 //
-// Filled from a file where there is one, and written there at the end (pydist/job/tuning_file.py).
-// Thread safe.
+// Filled from a file where there is one, and written there at the end
+// (pydist/config/tuning_file.py). Thread safe.
 
 #pragma once
 

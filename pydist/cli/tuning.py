@@ -76,7 +76,7 @@ def _report(
 
 def _meaning(mode: str, problem: str, *, has_any: bool) -> str:
     if mode == "off":
-        return "every collective goes the usual way."
+        return "everything goes the usual way."
     if mode == "uncached":
         return "ranks time what there is to choose from, and begin with nothing."
     if problem:
@@ -88,7 +88,7 @@ def _meaning(mode: str, problem: str, *, has_any: bool) -> str:
 
 def _known_table(known: list[Tuned]) -> Table:
     table = Table(title="\nFastest so far", title_justify="left", box=None, pad_edge=False)
-    for column in ("collective", "memory", "ranks", "up to", "way", "us", "others"):
+    for column in ("kind", "memory", "ranks", "up to", "way", "us", "others"):
         is_number = column in ("ranks", "up to", "us")
         table.add_column(column, justify="right" if is_number else "left", no_wrap=True)
     for each in known:

@@ -23,7 +23,7 @@ from pydist.config.processor_name import processor_name
 from pydist.errors import InvalidUsage
 
 # Grows when what stands here means something else.
-FORMAT = 3
+FORMAT = 4
 
 _MOST_BYTES = 1 << 20
 

@@ -28,7 +28,6 @@ from pydist.parallel.like_torch.torch_arguments import (
     refuse_unsupported,
     warn_of_check_reduction,
 )
-from pydist.parallel.like_torch.torch_idioms import TorchIdioms
 from pydist.parallel.names.state_hooks import run_hooks_of_module
 from pydist.parallel.nested_wrappers import refuse_wrapped
 from pydist.parallel.ownership import note_wrapper
@@ -39,8 +38,10 @@ from pydist.parallel.wrapper_parts.accumulation import Accumulation
 from pydist.parallel.wrapper_parts.forward import Forward, watch_outputs
 from pydist.parallel.wrapper_parts.introspection import Introspection
 from pydist.parallel.wrapper_parts.stands_for_module import StandsForModule
+from pydist.parallel.wrapper_parts.torch_idioms import TorchIdioms
 from pydist.parallel.wrapper_parts.uneven_inputs import UnevenInputs
 from pydist.parallel.wrapper_parts.watched_methods import WatchedMethods
+from pydist.parallel.wrapper_parts.wrapper_state import WrapperState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -206,29 +207,10 @@ class DataParallel(
 
     module: nn.Module
 
-    _own_names = frozenset(
-        {
-            "_communicator",
-            "_working_reducer",
-            "_why_retired",
-            "_settings",
-            "_trained",
-            "_averages_when_joined",
-            "_input_device",
-            "_owners",
-            "_sharded_parameters",
-            "_local",
-            "_buffer_sync",
-            "_finite_check",
-            "_sentinel",
-            "_weights",
-            "_torch_attributes",
-            "_watched_methods",
-            "_torch_buckets",
-            "_has_comm_hook",
-            "stats_resets",
-        }
-    )
+    _own_names = frozenset(WrapperState.__annotations__.keys() - {"module"}) | {
+        "_watched_methods",
+        "stats_resets",
+    }
 
     @takes_from_config("model", names=_CONFIGURABLE, alike=_ALIKE)
     def __init__(

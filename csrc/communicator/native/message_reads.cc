@@ -15,9 +15,11 @@ class ReadsInGroup final : public MessageReads {
  public:
   explicit ReadsInGroup(std::shared_ptr<const Group> group) : group_(std::move(group)) {}
 
-  [[nodiscard]] MessagePlace place_of(const Buffer& buffer) const noexcept override {
+  [[nodiscard]] MessagePlace place_of(int peer, const Buffer& buffer) const noexcept override {
     const HeapWindow* const own = group_->window(group_->rank());
-    if (own != nullptr && own->is_on()) {
+    // Ranks switch their windows on together: so the other one can read here where this one can
+    // read there.
+    if (own != nullptr && own->is_on() && group_->window(peer)->is_on()) {
       if (const HeapReference found = own->find(buffer.data, buffer.bytes()); found != 0) {
         return {MessagePlace::In::kSharedHeap, found};
       }
@@ -45,7 +47,7 @@ class ReadsInGroup final : public MessageReads {
   [[nodiscard]] bool read_heap(int peer, HeapReference reference,
                                std::span<std::byte> target) const {
     const HeapWindow* const window = group_->window(peer);
-    // One that is not on yet may be closed again.
+    // It may be a moment behind the sender's.
     if (window == nullptr || !window->is_on() || !window->has(reference, target.size())) {
       return false;
     }

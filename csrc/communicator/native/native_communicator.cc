@@ -107,12 +107,11 @@ class NativeCommunicator final : public Communicator,
         [rank, size](const Operation& operation) { return resolve(operation, rank, size); },
         [heap = heap_] { heap->keep_others_out(); },
         /*runs_at_once=*/!pins_ring && remote_ == nullptr);
-    MessageWays ways(options_.rhythm(), &TuningTable::of_process(),
-                     membership.message_segment.slot_bytes_inside());
     messages_ = std::make_shared<MessageQueue>(
         endpoint_->progress(), health_,
         Messages(rank, size, std::move(membership.message_segment), doorbells, remote_.get(),
-                 message_reads({engine_, &engine_->group}), std::move(ways)));
+                 message_reads({engine_, &engine_->group}),
+                 MessageWays(options_.rhythm(), &TuningTable::of_process())));
   }
 
   ~NativeCommunicator() override { shutdown(); }

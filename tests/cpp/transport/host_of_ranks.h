@@ -46,6 +46,8 @@ class HostOfRanks {
                     std::move(ways));
   }
 
+  [[nodiscard]] const LaneSegment& lanes() const { return memory_; }
+
   // Elements that ride along with an announcement.
   [[nodiscard]] std::size_t most_riding() const {
     return memory_.most_riding_bytes(0, 1) / sizeof(std::uint32_t);

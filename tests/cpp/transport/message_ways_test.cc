@@ -6,7 +6,10 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
+
+#include "transport/lane_segment.h"
 
 namespace pydist {
 namespace {
@@ -14,14 +17,14 @@ namespace {
 using std::chrono::microseconds;
 
 constexpr std::size_t kBytes = 100'000;
-constexpr std::size_t kSlotBytes = 1 << 18;
+constexpr std::uint32_t kSlotBytes = kMessageLanes.slot_bytes;
 constexpr TuningRhythm kShort{.uses_before_first = 4, .rounds = 3};
 
 // A receiver with a clock of its own.
 class Receiver {
  public:
   explicit Receiver(const std::optional<TuningRhythm>& rhythm, TuningTable* table = nullptr)
-      : ways_(rhythm, table, kSlotBytes) {}
+      : ways_(rhythm, table) {}
 
   [[nodiscard]] MessageWays::Way choose(std::size_t bytes = kBytes, bool do_both_send = false,
                                         TunedMemory memory = TunedMemory::kOrdinary) {
@@ -143,6 +146,21 @@ TEST(MessageWaysTest, WhatIsFoundIsKeptForGroupsThatFollow) {
   EXPECT_FALSE(second.choose(kBytes, /*do_both_send=*/true).is_read());
 }
 
+TEST(MessageWaysTest, WhatWasNeverReadIsNotKept) {
+  TuningTable table;
+  Receiver receiver(kShort, &table);
+  for (int i = 0; i < 100; ++i) {
+    MessageWays::Way way = receiver.choose();
+    const MessageWays::Time before = receiver.now();
+    receiver.pass(100);
+    if (way.is_read()) {
+      MessageWays::drop(way);
+    }
+    receiver.note(way, before);
+  }
+  EXPECT_TRUE(table.entries().empty());
+}
+
 TEST(MessageWaysTest, MemoriesAreToldApart) {
   TuningTable table;
   Receiver receiver(kShort, &table);
@@ -157,9 +175,10 @@ TEST(MessageWaysTest, MemoriesAreToldApart) {
   EXPECT_FALSE(taught.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
 }
 
-TEST(MessageWaysTest, WithoutATunerAllGoThroughTheLane) {
+// As without the kernel collectives read shared memory where it lies.
+TEST(MessageWaysTest, WithoutATunerNothingIsReadThroughTheKernel) {
   Receiver receiver(std::nullopt);
-  EXPECT_FALSE(receiver.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
+  EXPECT_TRUE(receiver.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
   EXPECT_EQ(receiver.reads_of(50, /*is_read_slow=*/false), 0);
 }
 

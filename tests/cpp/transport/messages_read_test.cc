@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "base/error.h"
 #include "transport/host_of_ranks.h"
 #include "transport/message_ways.h"
 #include "transport/messages.h"
@@ -26,7 +27,8 @@ struct Reader {
    public:
     explicit Reads(Reader& reader) : reader_(reader) {}
 
-    [[nodiscard]] MessagePlace place_of(const Buffer& buffer) const noexcept override {
+    [[nodiscard]] MessagePlace place_of(int /*peer*/,
+                                        const Buffer& buffer) const noexcept override {
       return {reader_.in, reinterpret_cast<std::uintptr_t>(buffer.data)};
     }
     [[nodiscard]] bool read(int /*peer*/, const MessagePlace& place,
@@ -98,6 +100,33 @@ TEST(MessagesReadTest, WhatLiesNowhereComesThroughTheLane) {
   advance_both(sender, receiver);
   EXPECT_EQ(got, sent);
   EXPECT_EQ(reader.reads, 0);
+}
+
+// Each end of a lane looks at what the other one has written there.
+TEST(MessagesReadTest, AGrantThatCannotBeIsDamage) {
+  HostOfRanks host(2);
+  Reader reader{.in = MessagePlace::In::kNowhere};
+  Messages sender = host.join(0, reader.reads_of());
+  std::vector<std::uint32_t> sent = text(100'000, 1);
+  sender.send(1, 0, buffer(sent), ignore);
+  sender.advance();
+  host.lanes().rings(0, 1).grants[0] = kTaken;  // of message 0, which nobody can read
+  host.lanes().counters(0, 1).granted.store(1);
+  EXPECT_THROW(sender.advance(), Error);
+}
+
+TEST(MessagesReadTest, MemoryOfNoKnownKindIsDamage) {
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.reads_of());
+  Messages receiver = host.join(1, reader.reads_of());
+  std::vector<std::uint32_t> sent = text(100'000, 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
+  sender.send(1, 0, buffer(sent), ignore);
+  receiver.receive(0, 0, buffer(got), ignore);
+  sender.advance();
+  host.lanes().announcement(0, 1, 0).in = static_cast<MessagePlace::In>(3);
+  EXPECT_THROW(receiver.advance(), Error);
 }
 
 // In turns, as the tuner has them; both directions at once.

@@ -130,7 +130,7 @@ def test_what_is_switched_off(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYDIST_TUNING", "off")
-    assert printed(capsys) == "PYDIST_TUNING=off: every collective goes the usual way.\n"
+    assert printed(capsys) == "PYDIST_TUNING=off: everything goes the usual way.\n"
     monkeypatch.setenv("PYDIST_TUNING", "uncached")
     output = printed(capsys)
     assert "begin with nothing" in output

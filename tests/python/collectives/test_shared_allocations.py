@@ -292,13 +292,14 @@ def swap_messages() -> None:
             assert torch.equal(got, want), (count, is_shared)
             mine -= rank + 1  # it is this rank's again
             pydist.barrier()
-    swapped = torch.empty(MIB, dtype=torch.int32)
-    for _ in range(60):  # so that both ways are tried
-        works = [pydist.send(made[:MIB], peer, async_op=True)]
+    mine, swapped = made[:MIB], torch.empty(MIB, dtype=torch.int32)
+    for time in range(400):  # so that both ways are tried
+        mine.fill_(2 * time + rank)
+        works = [pydist.send(mine, peer, async_op=True)]
         works.append(pydist.recv(swapped, peer, async_op=True))
         for work in works:
             work.wait()
-    assert torch.equal(swapped, made[:MIB])
+        assert bool((swapped == 2 * time + peer).all()), time
     tuned = [each for each in _native.tuning_table() if each.memory == "shared"]
     (swaps,) = [each for each in tuned if each.sends_too and each.bytes == 4 * MIB]
     assert {way for way, _ in swaps.times_us} == {(256 << 10, False, False), (0, False, True)}

@@ -159,6 +159,8 @@ def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.Mon
             document(classes=[{**CLASS, "times_us": [[[1 << 17, False, False], math.inf]]}])
         ),
         json.dumps(document(classes=[{**CLASS, "times_us": [[[1 << 17, False, False], -1]]}])),
+        json.dumps(document(classes=[{**CLASS, "sends_too": True}])),
+        json.dumps(document(classes=[{**CLASS, "kind": "recv", "ranks": 3}])),
         json.dumps(document(classes={"a": 1})),
         json.dumps(document(processor="another one")),
         "[" * 100_000,
@@ -367,19 +369,19 @@ def test_a_job_begins_with_what_the_one_before_has_found(tmp_path: Path) -> None
 def _swap_often(calls: int) -> list[tuple[str, bool, tuple[int, bool, bool]]]:
     pydist.init("native")
     table = [(each.kind, each.sends_too, each.way) for each in _native.tuning_table()]
-    mine, theirs = torch.ones(1 << 18), torch.zeros(1 << 18)
-    for _ in range(calls):
-        sending = pydist.send(mine, 1 - pydist.rank(), async_op=True)
-        pydist.recv(theirs, 1 - pydist.rank())
+    rank, mine, theirs = pydist.rank(), torch.empty(1 << 18), torch.empty(1 << 18)
+    for time in range(calls):
+        sending = pydist.send(mine.fill_(2 * time + rank), 1 - rank, async_op=True)
+        pydist.recv(theirs, 1 - rank)
         sending.wait()
-    assert bool((theirs == 1).all())
+        assert bool((theirs == 2 * time + 1 - rank).all()), time
     pydist.shutdown()
     return table
 
 
 def test_a_job_begins_with_how_messages_were_quickest(tmp_path: Path) -> None:
     env: dict[str, str | None] = {"XDG_CACHE_HOME": str(tmp_path)}
-    assert run_ranks(_swap_often, 2, 100, env=env) == [[], []]
+    assert run_ranks(_swap_often, 2, 400, env=env) == [[], []]
     (file,) = (tmp_path / "pydist").iterdir()
     (found,) = json.loads(file.read_text())["classes"]
     assert (found["kind"], found["bytes"], found["sends_too"]) == ("recv", 1 << 20, True)

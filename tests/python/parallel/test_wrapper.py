@@ -275,5 +275,18 @@ def set_attributes() -> None:
     assert module.hidden == 9
 
 
+def train_what_counts_forwards_itself() -> None:
+    joined()
+    module = Named()
+    module._forwards = 7
+    model = pydist.DataParallel(module)
+    model(torch.ones(3, 2)).sum().backward()
+    assert module._forwards == 7
+
+
+def test_what_the_wrapper_has_is_its_own(run: Runner) -> None:
+    run(train_what_counts_forwards_itself)
+
+
 def test_setting_attributes(run: Runner) -> None:
     run(set_attributes)

@@ -30,7 +30,7 @@ class MessageReadsTest : public ::testing::Test {
   }
   // Whether the receiver can copy what the sender has there.
   [[nodiscard]] bool read(const SharingRanks& ranks, const std::byte* data) {
-    return read(ranks, reads_of(ranks, kSender)->place_of(buffer(data)));
+    return read(ranks, reads_of(ranks, kSender)->place_of(kReceiver, buffer(data)));
   }
   [[nodiscard]] bool read(const SharingRanks& ranks, const MessagePlace& place) {
     return reads_of(ranks, kReceiver)->read(kSender, place, std::span(got_));
@@ -43,7 +43,7 @@ class MessageReadsTest : public ::testing::Test {
 };
 
 TEST_F(MessageReadsTest, CopiesOutOfAProcess) {
-  EXPECT_EQ(reads_of(ranks_, kSender)->place_of(buffer(sent_.data())).in,
+  EXPECT_EQ(reads_of(ranks_, kSender)->place_of(kReceiver, buffer(sent_.data())).in,
             MessagePlace::In::kProcess);
   EXPECT_TRUE(read(ranks_, sent_.data()));
   EXPECT_EQ(got_, sent_);
@@ -53,17 +53,20 @@ TEST_F(MessageReadsTest, CopiesOutOfASharedHeap) {
   SharingRanks strangers;  // that can't read each other's processes
   std::byte* const data = strangers.block(kSender) + 64;
   std::copy(sent_.begin(), sent_.end(), data);
-  EXPECT_EQ(reads_of(strangers, kSender)->place_of(buffer(data)).in, MessagePlace::In::kNowhere)
+  EXPECT_EQ(reads_of(strangers, kSender)->place_of(kReceiver, buffer(data)).in,
+            MessagePlace::In::kNowhere)
       << "not all have opened their windows";
   strangers.switch_on();
-  EXPECT_EQ(reads_of(strangers, kSender)->place_of(buffer(data)).in, MessagePlace::In::kSharedHeap);
+  EXPECT_EQ(reads_of(strangers, kSender)->place_of(kReceiver, buffer(data)).in,
+            MessagePlace::In::kSharedHeap);
   EXPECT_TRUE(read(strangers, data));
   EXPECT_EQ(got_, sent_);
 }
 
 TEST_F(MessageReadsTest, WhereNotAllMayReadThereIsNoPlace) {
   SharingRanks strangers;
-  const MessagePlace place = reads_of(strangers, kSender)->place_of(buffer(sent_.data()));
+  const MessagePlace place =
+      reads_of(strangers, kSender)->place_of(kReceiver, buffer(sent_.data()));
   EXPECT_EQ(place.in, MessagePlace::In::kNowhere);
   EXPECT_FALSE(read(strangers, MessagePlace{MessagePlace::In::kProcess,
                                             reinterpret_cast<std::uintptr_t>(sent_.data())}));

@@ -25,9 +25,11 @@
 
 #include "base/error.h"
 #include "collectives/group.h"
+#include "collectives/shared_memory/ranks_in_place.h"
 #include "collectives/shared_memory/shared_memory.h"
 #include "collectives/shared_memory/tuning.h"
 #include "communicator/native/group_health.h"
+#include "communicator/native/message_reads.h"
 #include "communicator/operation.h"
 #include "communicator/operation_call.h"
 #include "communicator/peers/endpoint.h"
@@ -469,6 +471,15 @@ TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
     }
   }
   std::array<Doorbell, 2> bells{};
+  testing::SharingRanks sharing{
+      std::vector<ProcessMemory>(testing::kRanksThatShare, testing::own_memory())};
+  sharing.switch_on();
+  TuningTable known;  // reads are quicker
+  for (const bool sends_too : {false, true}) {
+    known.put({.kind = OpKind::kRecv, .size_class = 16, .sends_too = sends_too},
+              {.choice = {.in_place = true}, .times_us = {}});
+  }
+  const MessageWays ways(TuningRhythm(), &known);
   const int times = std::max(1, tries() / 4);
   for (int i = 0; i < times; ++i) {
     for (int sender = 0; sender < 2; ++sender) {
@@ -482,8 +493,11 @@ TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
       }
     }
     std::deque<Messages> both;
-    both.emplace_back(0, 2, lanes, std::vector<Doorbell*>{&bells[0], &bells[1]});
-    both.emplace_back(1, 2, lanes, std::vector<Doorbell*>{&bells[0], &bells[1]});
+    for (const int rank : {0, 1}) {
+      both.emplace_back(rank, 2, lanes, std::vector<Doorbell*>{&bells[0], &bells[1]},
+                        /*carrier=*/nullptr,
+                        message_reads({std::shared_ptr<void>(), &sharing.group(rank)}), ways);
+    }
     std::deque<std::vector<float>> buffers;
     const std::size_t messages = 1 + dice.below(6);
     for (std::size_t number = 0; number < messages; ++number) {
@@ -492,7 +506,11 @@ TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
       const std::uint64_t tag = dice.below(2);
       for (const int rank : {0, 1}) {
         buffers.emplace_back(count);
-        const Buffer buffer{buffers.back().data(), count, DType::kFloat32};
+        // Each has a MiB of the heap.
+        void* const data = dice.is_one_in(2)
+                               ? static_cast<void*>(sharing.block(rank) + (number << 20))
+                               : buffers.back().data();
+        const Buffer buffer{data, count, DType::kFloat32};
         if (rank == sender) {
           both[static_cast<std::size_t>(rank)].send(1 - rank, tag, buffer, [](int) {});
         } else {

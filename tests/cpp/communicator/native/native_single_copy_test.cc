@@ -6,9 +6,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "memory/allocation_heap.h"
 #include "rank_processes.h"
 #include "ranks.h"
 #include "restless.h"
@@ -108,18 +114,59 @@ TEST(NativeSingleCopyTest, ARankThatDiesAmidIsNamedToTheOther) {
   }
 }
 
+// What a rank sends, of so many numbers; in its allocation heap where it has one.
+class Sent {
+ public:
+  Sent(std::shared_ptr<AllocationHeap> heap, std::size_t count) : heap_(std::move(heap)) {
+    if (heap_ == nullptr) {
+      ordinary_.resize(count);
+      values_ = ordinary_;
+    } else {
+      values_ = {reinterpret_cast<int*>(heap_->allocate(count * sizeof(int))), count};
+    }
+  }
+  Sent(const Sent&) = delete;
+  Sent& operator=(const Sent&) = delete;
+  ~Sent() {
+    if (heap_ != nullptr) {
+      heap_->release(reinterpret_cast<std::byte*>(values_.data()));
+    }
+  }
+
+  void fill(int value) { std::fill(values_.begin(), values_.end(), value); }
+  [[nodiscard]] Operation to(int peer, std::uint64_t tag) const {
+    Operation operation;
+    operation.kind = OpKind::kSend;
+    operation.peer = peer;
+    operation.tag = tag;
+    operation.inputs = {Buffer{values_.data(), values_.size(), DType::kInt32}};
+    return operation;
+  }
+
+ private:
+  const std::shared_ptr<AllocationHeap> heap_;
+  std::vector<int> ordinary_;
+  std::span<int> values_;
+};
+
+std::shared_ptr<AllocationHeap> heap_of_test(Communicator& group) {
+  return group.share_allocations(std::size_t{32} << 20, "");
+}
+
 // Messages of a rank that goes on sending, in both directions.
 const RankProgram send_until_it_dies("send_until_it_dies", [](RankOfTest& self,
-                                                              const std::string& count) {
-  std::vector<int> mine(std::stoul(count), self.rank);
-  std::vector<int> theirs(mine.size());
-  const int peer = 1 - self.rank;
+                                                              const std::string& told) {
+  const std::size_t count = std::stoul(told);
   const CommunicatorPtr group = join_restless(self, test_environment());  // both ways in turns
+  Sent mine(told.ends_with("heap") ? heap_of_test(*group) : nullptr, count);
+  std::vector<int> theirs(count);
+  const int peer = 1 - self.rank;
   for (int time = 0;; ++time) {
-    const WorkPtr sent = group->submit(send_to(peer, 1, mine));
+    mine.fill(2 * time + self.rank);
+    const WorkPtr sent = group->submit(mine.to(peer, 1));
     group->run(receive_from(peer, 1, theirs));
     sent->wait();
-    ASSERT_EQ(theirs, std::vector<int>(mine.size(), peer));
+    ASSERT_EQ(theirs, std::vector<int>(count, 2 * time + peer));
     if (time == 0) {
       self.store->set(join("sent/", self.rank), "");
     }
@@ -129,8 +176,10 @@ const RankProgram send_until_it_dies("send_until_it_dies", [](RankOfTest& self,
 TEST(NativeSingleCopyTest, ASenderThatDiesIsNamedToTheReceiver) {
   for (const int count : {2'000, 400'000}) {
     for (int delay_ms = 0; delay_ms < 8; delay_ms += 3) {
-      RankProcesses ranks("send_until_it_dies", 2, std::to_string(count));
-      expect_death_is_named(ranks, 2, "sent/", std::chrono::milliseconds(delay_ms));
+      for (const char* const memory : {" ordinary", " heap"}) {
+        RankProcesses ranks("send_until_it_dies", 2, std::to_string(count) + memory);
+        expect_death_is_named(ranks, 2, "sent/", std::chrono::milliseconds(delay_ms));
+      }
     }
   }
 }
@@ -138,17 +187,19 @@ TEST(NativeSingleCopyTest, ASenderThatDiesIsNamedToTheReceiver) {
 // -- messages of ranks that are threads -----------------------------------------------------------
 
 // Rank 1 asks for a message when its sender has left: nobody knows what lies there now.
-TEST(NativeSingleCopyTest, AMessageWhoseSenderHasLeftIsNoMessage) {
-  run_ranks(2, [](RankOfTest& self) {
+void expect_no_message_of_who_has_left(bool is_in_heap) {
+  run_ranks(2, [is_in_heap](RankOfTest& self) {
     std::vector<int> values(3, self.rank);
+    const auto heap = is_in_heap ? heap_of_test(*self.communicator) : nullptr;
     self.communicator->run(barrier());
     if (self.rank == 0) {
-      std::vector<int> sent(kCount, 7);
-      const WorkPtr work = self.communicator->submit(send_to(1, 4, sent));
+      Sent sent(heap, kCount);
+      sent.fill(7);
+      const WorkPtr work = self.communicator->submit(sent.to(1, 4));
       self.communicator->run(send_to(1, 5, values));  // once this is there, that is announced
       self.communicator->shutdown();
       EXPECT_NE(error_of([&] { work->wait(); }).message, "");
-      std::fill(sent.begin(), sent.end(), 8);
+      sent.fill(8);
       self.store->set("has left", "");
       return;
     }
@@ -160,6 +211,33 @@ TEST(NativeSingleCopyTest, AMessageWhoseSenderHasLeftIsNoMessage) {
     EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
     EXPECT_EQ(blame.ranks, std::vector<int>{0}) << message;
   });
+}
+
+TEST(NativeSingleCopyTest, AMessageWhoseSenderHasLeftIsNoMessage) {
+  expect_no_message_of_who_has_left(/*is_in_heap=*/false);
+}
+
+TEST(NativeSingleCopyTest, AMessageInTheHeapOfWhoHasLeftIsNoMessage) {
+  expect_no_message_of_who_has_left(/*is_in_heap=*/true);
+}
+
+// Of rank 2, on a host of its own, nobody can read anything.
+TEST(NativeSingleCopyTest, MessagesInHeapsReachEveryHost) {
+  run_ranks(3,
+            [](RankOfTest& self) {
+              Sent mine(heap_of_test(*self.communicator), kCount);
+              std::vector<int> got(kCount);
+              for (int time = 0; time < 5; ++time) {
+                mine.fill(10 * time + self.rank);
+                const int next = (self.rank + 1) % 3;
+                const int previous = (self.rank + 2) % 3;
+                const WorkPtr sent = self.communicator->submit(mine.to(next, 1));
+                self.communicator->run(receive_from(previous, 1, got));
+                sent->wait();
+                ASSERT_EQ(got, std::vector<int>(kCount, 10 * time + previous));
+              }
+            },
+            test_environment(), {0, 0, 1});
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ from torch import nn
 
 from pydist._torch import WrapperStandIn, ignored_names
 from pydist.errors import InvalidUsage
-from pydist.parallel.wrapper_parts.communication_hooks import CommunicationHooks
+from pydist.parallel.wrapper_parts.wrapper_state import WrapperState
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -22,8 +22,12 @@ def _as_torch_has_it(device: torch.device) -> int | torch.device:
     return device.index if device.type == "cuda" else device
 
 
-class TorchIdioms(CommunicationHooks, WrapperStandIn):
+class TorchIdioms(WrapperState, WrapperStandIn):
     """The part of `pydist.DataParallel` that is there for such programs alone."""
+
+    if TYPE_CHECKING:  # another part has it
+
+        def register_comm_hook(self, state: object, hook: Any) -> None: ...
 
     def _take_torch_attributes(
         self,
