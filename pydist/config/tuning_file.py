@@ -110,6 +110,8 @@ def read() -> list[_native.TunedClass]:
         number = document["format"]
         if isinstance(number, int) and number > FORMAT:
             raise Unusable(f"it is of format {number}, that of a newer pydist")
+        if number in range(1, FORMAT):
+            raise Unusable(f"it is of format {number}, that of an older pydist", damaged=True)
         if number != FORMAT or isinstance(number, bool):
             raise ValueError(f"format is {number!r} instead of {FORMAT}")
         if (document["processor"], document["kernel"]) != (processor_name(), platform.release()):

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled_throughout
+from pydist._torch import (
+    NormBase,
+    buffers_of,
+    copy_all,
+    runs_uncompiled,
+    runs_uncompiled_throughout,
+)
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffers.buffer_changes import BufferChanges
 from pydist.parallel.buffers.buffer_values import BufferValues
@@ -88,6 +94,10 @@ class BufferSync:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
+        are_of_norms = [isinstance(owner, NormBase) for _, owner, _ in self._owners]
+        self._of_norms = [n for n, is_one in enumerate(are_of_norms) if is_one]
+        self._of_others = [n for n, is_one in enumerate(are_of_norms) if not is_one]
+        self._forms = [(place.dtype, place.shape) for place in self._places]
         self._watched_places = [self._places[number] for number in self._watched]
         self._watched_names = [self._owners[number][0] for number in self._watched]
         owners = [self._owners[number] for number in self._watched]
@@ -154,7 +164,7 @@ class BufferSync:
             return False
         self.changes.warn_where_ranks_differ(self._watched_names)
         self.statistics.note_exchange()
-        buffers = list(self._present())  # all of them must be as they were wrapped
+        buffers = self._present()  # all of them must be as they were wrapped
         self.changes.note(self._watched_now())
         if self.memory.is_cuda:
             return any(
@@ -170,50 +180,61 @@ class BufferSync:
     @runs_uncompiled_throughout
     def pack(self) -> None:
         """Writes the buffers into the message."""
-        buffers = list(self._present())
-        for place, buffer in zip(self._places, buffers, strict=True):
-            place.copy_(buffer)
-        self._on_device.note(buffers)
+        buffers = self._present()
+        copy_all(self._places, buffers)
+        self._note_on_device(buffers)
 
     @torch.no_grad()
     @runs_uncompiled_throughout
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
-        others = []
-        pairs = zip(self._owners, self._places, self._present(), strict=True)
-        for (_, owner, _), place, buffer in pairs:
-            if isinstance(owner, NormBase):
-                # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
-                # statistics would otherwise refuse to go backward, though in training it does not
-                # use them; and none saves the count of batches.
-                buffer.data.copy_(place)
-            else:
-                others.append((place, buffer))
+        buffers, places = self._present(), self._places
+        # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
+        # statistics would otherwise refuse to go backward, though in training it does not use
+        # them; and none saves the count of batches.
+        copy_all([buffers[n].data for n in self._of_norms], [places[n] for n in self._of_norms])
         # A graph that has saved one of these computes with it, and may go backward yet: it is left
         # alone where it is right already. On a device the host waits for that once.
-        if others:
+        if self._of_others:
+            others = [(places[n], buffers[n]) for n in self._of_others]
             changed = [(place != buffer.to(place.device)).any() for place, buffer in others]
             are_others = torch.stack(changed).tolist()
             for (place, buffer), is_another in zip(others, are_others, strict=True):
                 if is_another:
                     buffer.copy_(place)
-        self._on_device.note(list(self._present()))
+        self._note_on_device(buffers)
         self.changes.note(self._watched_now())
 
-    def _present(self) -> Iterator[Tensor]:
-        for place, (name, owner, attribute) in zip(self._places, self._owners, strict=True):
-            buffer = getattr(owner, attribute)
-            if not isinstance(buffer, Tensor) or (buffer.dtype, buffer.shape) != (
-                place.dtype,
-                place.shape,
-            ):
-                raise InvalidUsage(
-                    f"buffer {name} was {tuple(place.shape)} {place.dtype} when "
-                    "pydist.DataParallel wrapped the module and no longer is: change it before "
-                    "wrapping (by a first forward, where that does so, as observers of "
-                    "quantization do), or pass broadcast_buffers=False"
-                )
-            yield buffer
+    def _note_on_device(self, buffers: Sequence[Tensor]) -> None:
+        if self.memory.is_cuda:
+            self._on_device.note(buffers)
+
+    def _present(self) -> list[Tensor]:
+        """The buffers that the module has now.
+
+        Raises:
+            InvalidUsage: One is not what it was when the module was wrapped.
+        """
+        # A loop over what modules say takes much longer; every step asks.
+        now = [table.get(attribute) for table, attribute in self._tables]
+        buffers = [buffer for buffer in now if buffer is not None]
+        if [(buffer.dtype, buffer.shape) for buffer in buffers] == self._forms:
+            return buffers
+        return [
+            _as_wrapped(name, getattr(owner, attribute), form)
+            for (name, owner, attribute), form in zip(self._owners, self._forms, strict=True)
+        ]
+
+
+def _as_wrapped(name: str, buffer: Any, form: tuple[torch.dtype, torch.Size]) -> Tensor:
+    dtype, shape = form
+    if not isinstance(buffer, Tensor) or (buffer.dtype, buffer.shape) != form:
+        raise InvalidUsage(
+            f"buffer {name} was {tuple(shape)} {dtype} when pydist.DataParallel wrapped the module "
+            "and no longer is: change it before wrapping (by a first forward, where that does so, "
+            "as observers of quantization do), or pass broadcast_buffers=False"
+        )
+    return buffer
 
 
 def _is_statistic(owner: nn.Module, attribute: str) -> bool:
