@@ -29,6 +29,7 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             accelerator.print(f"loss {accelerator.gather(loss.detach()).mean():.9g}")
+    accelerator.end_training()
 
 
 main()
