@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -83,7 +83,6 @@ PRIVATE_NAMES: dict[str, dict[str, str]] = {
     },
     "torch": {
         "_has_compatible_shallow_copy_type": "`parameter.data = ...` calls it on our own tensors",
-        "_foreach_copy_": "nothing public copies many small tensors in one call",
         "_foreach_mul_": "optimizers and clip_grad_norm_ call its family of functions",
         "_foreach_norm": "clip_grad_norm_ calls it on our own tensors",
         "_amp_foreach_non_finite_check_and_unscale_": "GradScaler calls it on our own tensors",
@@ -488,17 +487,6 @@ def on_each(name: str, tensors: list[Tensor], *args: Any, **kwargs: Any) -> None
 def unscale_each(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
     """Multiplies tensors, and sets `found_inf` to 1 where one has a value that is not finite."""
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
-
-
-def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies each tensor into its target, of its shape; many small ones take little more than one.
-
-    Args:
-        targets: The tensors to write to.
-        sources: As many; on other devices, or of other types, perhaps.
-    """
-    if targets:  # torch refuses to copy none
-        torch._foreach_copy_(list(targets), list(sources))
 
 
 def version_of(tensor: Tensor | None) -> int:

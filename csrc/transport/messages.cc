@@ -207,7 +207,9 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
     const bool is_taken = (word & kTaken) != 0;
     const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
                                    [number](const Send& each) { return each.number == number; });
-    PYDIST_CHECK(send != lane.announced.end());
+    if (send == lane.announced.end()) {
+      throw_damaged(peer, join("grants message ", number, ", which was not announced"));
+    }
     if (is_taken && send->in == MessagePlace::In::kNowhere) {
       throw_damaged(peer, "says that it has copied a message out of memory that it can't read");
     }
@@ -374,8 +376,8 @@ bool Messages::take(int peer, Receive& receive) {
 }
 
 void Messages::note_come(int peer, const Receive& receive) {
-  if (receive.place.in == MessagePlace::In::kNowhere || carrier_to(peer) != nullptr) {
-    return;  // there was no other way
+  if (reads_ == nullptr || carrier_to(peer) != nullptr) {
+    return;  // there is no other way
   }
   const MessageWays::Time now = Deadline::Clock::now();
   Incoming& lane = incoming_[static_cast<std::size_t>(peer)];

@@ -108,11 +108,12 @@ def read() -> list[_native.TunedClass]:
     try:
         document = json.loads(content)
         number = document["format"]
-        if isinstance(number, int) and number > FORMAT:
+        is_number = isinstance(number, int) and not isinstance(number, bool)
+        if is_number and number > FORMAT:
             raise Unusable(f"it is of format {number}, that of a newer pydist")
-        if number in range(1, FORMAT):
+        if is_number and 0 < number < FORMAT:
             raise Unusable(f"it is of format {number}, that of an older pydist", damaged=True)
-        if number != FORMAT or isinstance(number, bool):
+        if not is_number or number != FORMAT:
             raise ValueError(f"format is {number!r} instead of {FORMAT}")
         if (document["processor"], document["kernel"]) != (processor_name(), platform.release()):
             raise Unusable("it is of another machine", damaged=True)

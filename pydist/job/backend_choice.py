@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,7 @@ from pydist.job.gloo_factory import gloo_factory
 from pydist.job.last_words import in_words
 from pydist.job.log import logger
 from pydist.job.meeting.backend_agreement import Verdict, agree
-from pydist.job.meeting.gloo_network import (
-    GlooNetwork,
-    describe_network,
-    join_network,
-    place_of,
-)
+from pydist.job.meeting.gloo_network import GlooNetwork, describe_network, join_network
 from pydist.job.meeting.gpu_assignment import describe_gpus, make_current
 from pydist.job.meeting.meeting_number import next_number, require_only_process
 from pydist.job.processes import Process, end_with_torchrun, own_process
@@ -71,32 +66,10 @@ def _wish(backend: str | None) -> tuple[str, str]:
     )
 
 
-class Said(NamedTuple):
-    """What a rank has to say when it meets the others.
-
-    Attributes:
-        hello: As `agree` takes it.
-        introduction: What is there for ranks of the native engine; None where there is nothing.
-    """
-
-    hello: dict[str, Any]
-    introduction: _native.NativeIntroduction | None
-
-    def end(self) -> None:
-        """The ranks have met, or will not. May be called twice."""
-        if self.introduction is not None:
-            self.introduction.end()
-
-
-def prepare_to_meet(backend: str | None, place: str, rank: int, size: int) -> Said:
-    """Looks at what this rank has to say to the others. Talks to none of them.
-
-    Args:
-        backend: as for `create_communicator`.
-        place: the host of the job's store, as this rank knows it; empty where no host serves it.
-        rank: this process's rank in the job.
-        size: the number of ranks.
-    """
+def _hello(
+    backend: str | None, store: dist.Store, rank: int, size: int
+) -> tuple[dict[str, Any], _native.NativeIntroduction | None]:
+    """What this rank says, and its introduction there to ranks of the native engine."""
     introduction = None
     hello: dict[str, Any] = {
         "host": _native.host_identity(),
@@ -107,7 +80,7 @@ def prepare_to_meet(backend: str | None, place: str, rank: int, size: int) -> Sa
     try:
         hello["wish"], hello["source"] = _wish(backend)
         _native.read_environment()
-        hello["network"] = describe_network(place, size)
+        hello["network"] = describe_network(store, size)
         hello.update(describe_gpus(wants_nccl=hello["wish"] in ("auto", "nccl")))
         if (kept := current.job.kept_gpu) is not None:
             hello["chosen"] = kept
@@ -119,7 +92,7 @@ def prepare_to_meet(backend: str | None, place: str, rank: int, size: int) -> Sa
     except Exception as error:
         # No descriptor, no memory: the others must not wait for a rank that raises alone.
         hello["error"], hello["kind"] = in_words(error), "TransportError"
-    return Said(hello, introduction)
+    return hello, introduction
 
 
 def _known(
@@ -209,7 +182,6 @@ def create_communicator(
     backend: str | None = None,
     is_world: bool = False,
     may_meet_again: bool = True,
-    said: Said | None = None,
 ) -> _native.Communicator:
     """Joins a group. Every rank of the group calls it.
 
@@ -226,7 +198,6 @@ def create_communicator(
         backend: as in PYDIST_BACKEND, which it overrides.
         is_world: whether the group holds all ranks of the job, so that its choice is the job's.
         may_meet_again: whether these ranks may have met in this store before, or will again.
-        said: what `prepare_to_meet` has made, for the group of the job; None: it is still to do.
 
     Raises:
         InvalidUsage: an unknown backend, or one that this version does not have; or NCCL was asked
@@ -282,9 +253,7 @@ def create_communicator(
         gpu = known.gpus[rank if members is None else members[rank]]
         return _create(meeting, known, gpu)
     start_s = time.monotonic()
-    if said is None:
-        said = prepare_to_meet(backend, place_of(store), rank, size)
-    hello, introduction = said
+    hello, introduction = _hello(backend, store, rank, size)
     try:
         agreed = agree(
             dist.PrefixStore("agree", store),
@@ -304,7 +273,8 @@ def create_communicator(
         meeting = _Meeting(store, rank, size, name, timeout, network, agreed.processes, ranks)
         job, communicator = _choose(meeting, agreed, gpu, introduction)
     finally:
-        said.end()
+        if introduction is not None:
+            introduction.end()
     if is_world:
         if gpu is not None:
             # Not before all have joined: where it fails, it may fail on this rank alone.

@@ -12,7 +12,7 @@ from pydist.config.variables import default_timeout, parse_backend, parse_timeou
 from pydist.errors import InvalidUsage
 from pydist.job import current
 from pydist.job.arguments import a_type
-from pydist.job.backend_choice import Agreement, Said, create_communicator
+from pydist.job.backend_choice import Agreement, create_communicator
 
 __all__ = [
     "Agreement",
@@ -40,9 +40,6 @@ class Options:
 @dataclass(frozen=True)
 class FirstMeeting(Options):
     """The same, of a group whose ranks have not met in its store before, nor will again."""
-
-    # What this rank has to say there, if it knows that already.
-    said: Said | None = None
 
 
 def _timeout_of(handed_down: timedelta, pg_options: Options | None) -> timedelta:
@@ -75,7 +72,6 @@ def create_process_group(options: Any, pg_options: Any = None) -> _native.Proces
             backend=pg_options.backend if pg_options is not None else None,
             is_world=is_world,
             may_meet_again=not isinstance(pg_options, FirstMeeting),
-            said=pg_options.said if isinstance(pg_options, FirstMeeting) else None,
         )
     except BaseException:
         if is_world:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,16 +18,16 @@ from pydist.config.in_force import Configuration
 from pydist.config.variables import default_timeout, parse_backend, parse_timeout, unknown_variables
 from pydist.errors import InvalidUsage
 from pydist.job import current, groups, last_words, log, past, phases
-from pydist.job.backend_choice import Agreement, Said, prepare_to_meet
+from pydist.job.backend_choice import Agreement
 from pydist.job.backends import FirstMeeting
 from pydist.job.current import Membership
 from pydist.job.launchers import Placement, read_placement
 from pydist.job.meeting.backend_agreement import require_alive
-from pydist.job.meeting.gloo_network import place_of
 from pydist.job.meeting.gpu_assignment import gpu_of_local_rank
 from pydist.job.meeting.launcher_news import require_none_ended
 from pydist.job.meeting.rendezvous import meet
 from pydist.job.meeting.serving_till_joined import note_joined, serve_till_joined
+from pydist.job.processes import own_process
 from pydist.job.second_call import require_same, require_timeout
 
 if TYPE_CHECKING:
@@ -161,8 +161,11 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
         log.logger.warning("%s", placement.doubt)
     wait = timeout or default_timeout()
     # A launcher that starts a process anew starts all of them, and they begin with generation 1.
-    before, place = past.last(), (placement.rank, placement.world_size)
-    same = before is not None and (before.rank, len(before.processes)) == place
+    before = past.last()
+    same = before is not None and (before.rank, len(before.processes)) == (
+        placement.rank,
+        placement.world_size,
+    )
 
     def check_hope(store: dist.Store | None, ranks: Sequence[int]) -> None:
         if before is None and store is not None:
@@ -170,23 +173,19 @@ def _join(backend: str | None, timeout: timedelta | None) -> Membership:
         elif before is not None and same:
             require_alive(before.processes, ranks)
 
-    said: list[Said] = []
+    prepare = cache(_prepare)  # once
+    meeting = meet(placement, wait, lambda store: check_hope(store, [0]), meanwhile=prepare)
+    prepare()
+    past.begin(meeting.generation)
+    current.replace(meeting.generation, partial(check_hope, meeting.store))
+    phases.reach(phases.START_UP)
+    return enter(placement, meeting.store, meeting.serves, backend, wait)
 
-    def prepare(meeting_place: str) -> None:
-        if not said:
-            tuning_file.load()
-            said.append(prepare_to_meet(backend, meeting_place, *place))
 
-    try:
-        meeting = meet(placement, wait, lambda store: check_hope(store, [0]), meanwhile=prepare)
-        prepare(place_of(meeting.store))
-        past.begin(meeting.generation)
-        current.replace(meeting.generation, partial(check_hope, meeting.store))
-        phases.reach(phases.START_UP)
-        return enter(placement, meeting.store, meeting.serves, backend, wait, said[0])
-    finally:
-        for each in said:
-            each.end()
+def _prepare() -> None:
+    """What a process does for its groups before it makes them, whoever it meets."""
+    tuning_file.load()
+    own_process()  # which it tells the others, and knows from then on
 
 
 def enter(
@@ -195,7 +194,6 @@ def enter(
     serves: bool,
     backend: str | None,
     wait: timedelta,
-    said: Said | None = None,
 ) -> Membership:
     """Creates torch's default group, on pydist's backend.
 
@@ -206,7 +204,6 @@ def enter(
         backend: as for `init`.
         wait: how long each operation may take, and joining, unless `current.job.joining` says
             less.
-        said: what this process has to say to the others, if it knows that already.
     """
     dist.init_process_group(
         "pydist",
@@ -214,7 +211,7 @@ def enter(
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=wait,
-        pg_options=FirstMeeting(backend, wait, said),
+        pg_options=FirstMeeting(backend, wait),
     )
     if placement.rendezvous is not None:
         note_joined(store, placement.rank)

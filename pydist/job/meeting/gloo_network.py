@@ -30,13 +30,7 @@ from pydist._torch import gloo_options
 from pydist.errors import Error, InvalidUsage, Mismatch
 from pydist.job.rank_names import who_said_what
 
-__all__ = [
-    "GlooNetwork",
-    "describe_network",
-    "join_network",
-    "own_addresses_towards",
-    "place_of",
-]
+__all__ = ["GlooNetwork", "describe_network", "join_network", "own_addresses_towards"]
 
 _VARIABLE = "GLOO_SOCKET_IFNAME"
 
@@ -125,7 +119,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def place_of(store: dist.Store) -> str:
+def _meeting_place(store: dist.Store) -> str:
     """The host of the job's store, as this rank knows it; empty where no host serves it."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -134,11 +128,11 @@ def place_of(store: dist.Store) -> str:
     return os.environ.get("MASTER_ADDR", "")
 
 
-def describe_network(place: str, size: int) -> dict[str, Any]:
+def describe_network(store: dist.Store, size: int) -> dict[str, Any]:
     """What a rank tells the others of its network, as JSON takes it. Talks to no rank.
 
     Args:
-        place: the host of the job's store, as in `place_of`.
+        store: the one that the ranks meet in.
         size: the number of ranks.
 
     Returns:
@@ -146,11 +140,12 @@ def describe_network(place: str, size: int) -> dict[str, Any]:
         this host does not have them; `addresses`, this host's own towards the meeting place, by
         family, IPv4 first, empty where there is none.
     """
+    place = _meeting_place(store) if size > 1 else ""
     names = _interfaces()
     return {
         "interfaces": len(names),
         "problem": _missing_interface(names),
-        "addresses": own_addresses_towards(place) if place and size > 1 else [""] * len(_FAMILIES),
+        "addresses": own_addresses_towards(place) if place else [""] * len(_FAMILIES),
     }
 
 

@@ -62,7 +62,7 @@ def meet(
     check_host: CheckHost | None = None,
     *,
     purpose: str | None = None,
-    meanwhile: Callable[[str], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Meeting:
     """The store that all ranks share. Every rank calls it.
 
@@ -73,7 +73,7 @@ def meet(
         purpose: for a meeting that rank 0 does not count, since it may be gone: names the part of
             the store that is for it. The meeting has no generation then.
         meanwhile: what this process has to do by itself, for the time that it takes to reach a
-            server; called with the host of each that it reaches.
+            server; called whenever it reaches one.
 
     Raises:
         InvalidUsage: nobody knows an address of rank 0's host.
@@ -208,7 +208,7 @@ def _connect(
     timeout: timedelta,
     check_host: CheckHost | None,
     may_be_gone: bool,
-    meanwhile: Callable[[str], None] | None,
+    meanwhile: Callable[[], None] | None,
 ) -> dist.Store:
     start_s = time.monotonic()
     _await_server(rendezvous, timeout, check_host, may_be_gone)
@@ -224,7 +224,7 @@ def _connect(
             is_master=False,
             timeout=left,
             wait_for_workers=False,
-            meanwhile=None if meanwhile is None else partial(meanwhile, rendezvous.address),
+            meanwhile=meanwhile,
         )
     except RuntimeError as error:
         raise TransportError(

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pydist._torch import (
-    NormBase,
-    buffers_of,
-    copy_all,
-    runs_uncompiled,
-    runs_uncompiled_throughout,
-)
+from pydist._torch import NormBase, buffers_of, runs_uncompiled, runs_uncompiled_throughout
 from pydist.errors import InvalidUsage
 from pydist.parallel.buffers.buffer_changes import BufferChanges
 from pydist.parallel.buffers.buffer_values import BufferValues
@@ -181,7 +175,8 @@ class BufferSync:
     def pack(self) -> None:
         """Writes the buffers into the message."""
         buffers = self._present()
-        copy_all(self._places, buffers)
+        for place, buffer in zip(self._places, buffers, strict=True):
+            place.copy_(buffer)
         self._note_on_device(buffers)
 
     @torch.no_grad()
@@ -192,7 +187,8 @@ class BufferSync:
         # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
         # statistics would otherwise refuse to go backward, though in training it does not use
         # them; and none saves the count of batches.
-        copy_all([buffers[n].data for n in self._of_norms], [places[n] for n in self._of_norms])
+        for n in self._of_norms:
+            buffers[n].data.copy_(places[n])
         # A graph that has saved one of these computes with it, and may go backward yet: it is left
         # alone where it is right already. On a device the host waits for that once.
         if self._of_others:
@@ -217,7 +213,7 @@ class BufferSync:
         """
         # A loop over what modules say takes much longer; every step asks.
         now = [table.get(attribute) for table, attribute in self._tables]
-        buffers = [buffer for buffer in now if buffer is not None]
+        buffers = [buffer for buffer in now if isinstance(buffer, Tensor)]
         if [(buffer.dtype, buffer.shape) for buffer in buffers] == self._forms:
             return buffers
         return [

@@ -141,6 +141,7 @@ def test_what_was_learnt_joins_what_is_known(file: Path, monkeypatch: pytest.Mon
         json.dumps(document())[:-20],
         json.dumps({"format": tuning_file.FORMAT}),
         json.dumps(document(format=0)),
+        json.dumps(document(format=True)),
         json.dumps(document(format="7")),
         json.dumps(document(classes=[{**CLASS, "kind": "all_reduced"}])),
         json.dumps(document(classes=[{**CLASS, "memory": "none"}])),
@@ -182,6 +183,20 @@ def test_a_damaged_file_is_said_and_replaced(
     monkeypatch.setattr(_native, "tuning_table", lambda: [Learnt()])
     tuning_file.save(0)
     assert [each["kind"] for each in json.loads(file.read_text())["classes"]] == ["broadcast"]
+
+
+def test_a_file_of_an_older_version_is_replaced(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.write_text(json.dumps(document(format=tuning_file.FORMAT - 1)))
+    with caplog.at_level(logging.INFO, "pydist"):
+        tuning_file.load()
+    assert known() == []
+    (line,) = caplog.messages
+    assert f"of format {tuning_file.FORMAT - 1}, that of an older pydist" in line
+    monkeypatch.setattr(_native, "tuning_table", lambda: [Learnt()])
+    tuning_file.save(0)
+    assert json.loads(file.read_text())["format"] == tuning_file.FORMAT
 
 
 def test_a_file_of_a_newer_version_stays(

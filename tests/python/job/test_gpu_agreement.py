@@ -472,6 +472,6 @@ def test_without_cuda_in_torch_nobody_hears_of_nccl(caplog: pytest.LogCaptureFix
 
 def test_a_rank_of_the_next_generation_keeps_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(current, "job", current.Job(2, kept_gpu=1))
-    told, _ = backend_choice.prepare_to_meet("native", "", 0, 1)
+    told, _ = backend_choice._hello("native", dist.HashStore(), 0, 1)
     # Of four GPUs, on which the rank would otherwise take the first.
     assert gpus_of_ranks([{**told, "gpus": hello(*"wxyz")["gpus"]}]) == [1]
