@@ -41,7 +41,9 @@ TuningKey key_of(KindArgument kind, const std::string& memory, int ranks, std::s
         join("bytes=", bytes, ": must be a power of two, up to 2^", kLargestSizeClass, "."));
   }
   if (kind.kind == OpKind::kRecv ? ranks != 2 : sends_too) {
-    throw InvalidUsage("messages (recv) are of 2 ranks, and only they may have sends_too.");
+    throw InvalidUsage(join("kind=", to_string(kind.kind), ", ranks=", ranks,
+                            ", sends_too=", sends_too ? "True" : "False",
+                            ": messages (recv) are of 2 ranks, and only they may have sends_too."));
   }
   return {kind.kind, parse_name<TunedMemory>(kTunedMemoryNames, memory, "memory"), ranks,
           size_class_of(bytes), sends_too};

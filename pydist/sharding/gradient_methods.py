@@ -13,7 +13,7 @@ from pydist.sharding.placement import ShardedLayout
 
 
 class GradientMethods(Optimizer):
-    """What `pydist.ShardedOptimizer`, which makes all that these use, does with gradients."""
+    """The part of `pydist.ShardedOptimizer` about gradients. Its constructor makes what these use."""
 
     _gradients: ReducedGradients
     _layout: ShardedLayout

@@ -88,9 +88,6 @@ class BufferSync:
             end = begin + buffer.numel() * buffer.element_size()
             place = self.memory[begin:end].view(buffer.dtype).view(buffer.shape)
             self._places.append(place)
-        are_of_norms = [isinstance(owner, NormBase) for _, owner, _ in self._owners]
-        self._of_norms = [n for n, is_one in enumerate(are_of_norms) if is_one]
-        self._of_others = [n for n, is_one in enumerate(are_of_norms) if not is_one]
         self._forms = [(place.dtype, place.shape) for place in self._places]
         self._watched_places = [self._places[number] for number in self._watched]
         self._watched_names = [self._owners[number][0] for number in self._watched]
@@ -183,16 +180,18 @@ class BufferSync:
     @runs_uncompiled_throughout
     def unpack(self) -> None:
         """Sets the buffers to what the message holds."""
-        buffers, places = self._present(), self._places
-        # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
-        # statistics would otherwise refuse to go backward, though in training it does not use
-        # them; and none saves the count of batches.
-        for n in self._of_norms:
-            buffers[n].data.copy_(places[n])
+        buffers, others = self._present(), []
+        for (_, owner, _), place, buffer in zip(self._owners, self._places, buffers, strict=True):
+            if isinstance(owner, NormBase):
+                # Written past autograd, as BatchNorm's own kernels do. A graph that has saved the
+                # statistics would otherwise refuse to go backward, though in training it does not
+                # use them; and none saves the count of batches.
+                buffer.data.copy_(place)
+            else:
+                others.append((place, buffer))
         # A graph that has saved one of these computes with it, and may go backward yet: it is left
         # alone where it is right already. On a device the host waits for that once.
-        if self._of_others:
-            others = [(places[n], buffers[n]) for n in self._of_others]
+        if others:
             changed = [(place != buffer.to(place.device)).any() for place, buffer in others]
             are_others = torch.stack(changed).tolist()
             for (place, buffer), is_another in zip(others, are_others, strict=True):
@@ -211,7 +210,7 @@ class BufferSync:
         Raises:
             InvalidUsage: One is not what it was when the module was wrapped.
         """
-        # A loop over what modules say takes much longer; every step asks.
+        # Every step asks, several times: what modules say, one by one, takes longer.
         now = [table.get(attribute) for table, attribute in self._tables]
         buffers = [buffer for buffer in now if isinstance(buffer, Tensor)]
         if [(buffer.dtype, buffer.shape) for buffer in buffers] == self._forms:

@@ -44,9 +44,9 @@ from pydist.sharding.step.shard_step import ShardStep
 
 
 class StateMethods(Optimizer):
-    """What `pydist.ShardedOptimizer`, which makes all that these use, has of an optimizer's state.
+    """The part of `pydist.ShardedOptimizer` that shows, saves and loads the optimizer's state.
 
-    Each rank has the state of its shard alone.
+    Each rank has the state of its shard alone. The constructor makes what is declared here.
     """
 
     _class: type[Optimizer]

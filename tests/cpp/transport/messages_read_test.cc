@@ -54,6 +54,20 @@ void advance_both(Messages& one, Messages& other) {
   }
 }
 
+// One message between two ranks arrives as it was sent; how often it was read.
+int reads_of_one_message(Reader& reader, const MessageWays& ways) {
+  HostOfRanks host(2);
+  Messages sender = host.join(0, reader.reads_of(), ways);
+  Messages receiver = host.join(1, reader.reads_of(), ways);
+  std::vector<std::uint32_t> sent = text(100'000, 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
+  sender.send(1, 0, buffer(sent), ignore);
+  receiver.receive(0, 0, buffer(got), ignore);
+  advance_both(sender, receiver);
+  EXPECT_EQ(got, sent);
+  return reader.reads;
+}
+
 TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
   for (const bool refuses : {false, true}) {
     HostOfRanks host(2);
@@ -76,31 +90,13 @@ TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
 
 // Nobody has to have timed that first.
 TEST(MessagesReadTest, WhatLiesInSharedMemoryIsReadFromTheFirstOn) {
-  HostOfRanks host(2);
   Reader reader{.in = MessagePlace::In::kSharedHeap};
-  Messages sender = host.join(0, reader.reads_of(), MessageWays(TuningRhythm()));
-  Messages receiver = host.join(1, reader.reads_of(), MessageWays(TuningRhythm()));
-  std::vector<std::uint32_t> sent = text(100'000, 1);
-  std::vector<std::uint32_t> got(sent.size(), 0);
-  sender.send(1, 0, buffer(sent), ignore);
-  receiver.receive(0, 0, buffer(got), ignore);
-  advance_both(sender, receiver);
-  EXPECT_EQ(got, sent);
-  EXPECT_EQ(reader.reads, 1);
+  EXPECT_EQ(reads_of_one_message(reader, MessageWays(TuningRhythm())), 1);
 }
 
 TEST(MessagesReadTest, WhatLiesNowhereComesThroughTheLane) {
-  HostOfRanks host(2);
   Reader reader{.in = MessagePlace::In::kNowhere};
-  Messages sender = host.join(0, reader.reads_of(), ways_that_read());
-  Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
-  std::vector<std::uint32_t> sent = text(100'000, 1);
-  std::vector<std::uint32_t> got(sent.size(), 0);
-  sender.send(1, 0, buffer(sent), ignore);
-  receiver.receive(0, 0, buffer(got), ignore);
-  advance_both(sender, receiver);
-  EXPECT_EQ(got, sent);
-  EXPECT_EQ(reader.reads, 0);
+  EXPECT_EQ(reads_of_one_message(reader, ways_that_read()), 0);
 }
 
 // Each end of a lane looks at what the other one has written there.
