@@ -13,7 +13,10 @@ from pydist.sharding.placement import ShardedLayout
 
 
 class GradientMethods(Optimizer):
-    """The part of `pydist.ShardedOptimizer` about gradients. Its constructor makes what these use."""
+    """The part of `pydist.ShardedOptimizer` about gradients.
+
+    The constructor makes what is declared here.
+    """
 
     _gradients: ReducedGradients
     _layout: ShardedLayout
