@@ -1,13 +1,14 @@
 """Whether this build got slower than another: python bench/beside_build.py CHECKOUT WORK ...
 
 CHECKOUT is a folder with another commit, in which `make build` has been run. WORK is `step:MODEL`
-(forward and backward), `sharded:MODEL` (with a sharded AdamW) or `all_reduce:BYTES`. A job of each
-build runs, on the same cores, and they take turns: the job that waits sleeps. Two jobs of one and
-the same build differ by a few percent for as long as they live, by where their memory happens to
-lie, so pairs of jobs are started again and again. What is printed is the time of this build over
-that of the other: the median of a pair's turns, its mean over the pairs, and the interval that
-holds this mean in 95 % of resamplings of the pairs. The checkout of this file itself as CHECKOUT
-tells what noise alone does.
+(forward and backward), `sharded:MODEL` (with a sharded AdamW), `all_reduce:BYTES`, or messages:
+`ping_pong:BYTES`, `exchange:BYTES` (two ranks send to each other at once). A job of each build
+runs, on the same cores, and they take turns: the job that waits sleeps. Two jobs of one and the
+same build differ by a few percent for as long as they live, by where their memory happens to lie,
+so pairs of jobs are started again and again. What is printed is the time of this build over that of
+the other: the median of a pair's turns, its mean over the pairs, and the interval that holds this
+mean in 95 % of resamplings of the pairs. The checkout of this file itself as CHECKOUT tells what
+noise alone does.
 """
 
 import argparse

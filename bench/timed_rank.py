@@ -45,11 +45,34 @@ def step_of(models: str, kind: str, name: str) -> Callable[[], object]:
     return step
 
 
+def messages_of(kind: str, size: int) -> Callable[[], object]:
+    sent = torch.ones(size // 4)
+    received = torch.empty_like(sent)
+    partner = pydist.rank() ^ 1
+
+    def exchange() -> None:
+        work = pydist.send(sent, partner, async_op=True)
+        pydist.recv(received, partner)
+        work.wait()
+
+    def ping_pong() -> None:
+        if pydist.rank() < partner:
+            pydist.send(sent, partner)
+            pydist.recv(received, partner)
+        else:
+            pydist.recv(received, partner)
+            pydist.send(sent, partner)
+
+    return exchange if kind == "exchange" else ping_pong
+
+
 def work_of(models: str, work: str) -> Callable[[], object]:
     kind, _, argument = work.partition(":")
     if kind == "all_reduce":
         tensor = torch.zeros(int(argument) // 4)
         return lambda: pydist.all_reduce(tensor)
+    if kind in ("exchange", "ping_pong"):
+        return messages_of(kind, int(argument))
     return step_of(models, kind, argument)
 
 

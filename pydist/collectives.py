@@ -775,7 +775,7 @@ def share_allocations(max_bytes: int | None = None) -> Iterator[None]:
     `all_gather`, `broadcast`, `gather`, `scatter` and `all_to_all` (not in place) beyond what is
     sent ahead in one shot (64 KiB; 128 KiB divided by the number of other ranks for all_reduce),
     where the buffers of all ranks that are read lie there and each is one contiguous tensor. A
-    message of more than 4 KiB and up to 32 MiB that lies there is copied by `recv` from there,
+    message of more than 32 KiB and up to 32 MiB that lies there is copied by `recv` from there,
     unless another way has been found quicker. Everything else goes as usual, with the same results,
     bit by bit.
 

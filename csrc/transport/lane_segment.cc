@@ -12,26 +12,28 @@ std::size_t counters_bytes(const LaneTable& table) noexcept {
   return round_up(table.count() * sizeof(LaneCounters), page_bytes());
 }
 
-// What rides along with an announcement, at most. Beyond some KiB, what a message waits for is the
-// copying of its data; and all announcements of a lane together take no more than a part of what
-// its slots do.
-std::size_t riding_bytes(std::size_t slot_bytes) noexcept {
-  return std::max(std::size_t{32}, slot_bytes / 64);
+// Where no blocks are filled ahead.
+LaneLayout layout_of(const LaneShape& shape, std::size_t slot_bytes) noexcept {
+  LaneLayout its{.slot_bytes = slot_bytes};
+  // Beyond some KiB, what a message waits for is the copying of its data; and all announcements of
+  // a lane together take no more than a part of what its slots do.
+  its.riding_bytes = std::max(std::size_t{32}, slot_bytes / 64);
+  its.announcement_bytes = round_up(sizeof(Announcement) + its.riding_bytes, alignof(LaneRings));
+  const std::size_t announcements = shape.is_for_messages ? kLaneDepth * its.announcement_bytes : 0;
+  its.slots = round_up(sizeof(LaneRings) + announcements, page_bytes());
+  its.blocks = round_up(its.slots + shape.slots * slot_bytes, page_bytes());
+  its.bytes = its.blocks;
+  return its;
 }
 
-// From one announcement to the next.
-std::size_t announcement_bytes(std::size_t slot_bytes) noexcept {
-  return round_up(sizeof(Announcement) + riding_bytes(slot_bytes), alignof(LaneRings));
-}
-
-std::size_t rings_bytes(const LaneShape& shape, std::size_t slot_bytes) noexcept {
-  const std::size_t announcements =
-      shape.has_announcements ? kLaneDepth * announcement_bytes(slot_bytes) : 0;
-  return round_up(sizeof(LaneRings) + announcements, page_bytes());
-}
-
-std::size_t lane_bytes(const LaneShape& shape, std::size_t slot_bytes) noexcept {
-  return round_up(rings_bytes(shape, slot_bytes) + shape.slots * slot_bytes, page_bytes());
+LaneLayout layout_inside(const LaneShape& shape, std::size_t slot_bytes) noexcept {
+  LaneLayout its = layout_of(shape, slot_bytes);
+  if (shape.is_for_messages) {
+    // Short, so that the receiver begins soon; all of them take as much as the slots.
+    its.block_bytes = slot_bytes / 8;
+    its.bytes += round_up(kAheadBlocks * its.block_bytes, page_bytes());
+  }
+  return its;
 }
 
 // How long a slot may be where there are so many lanes.
@@ -84,14 +86,14 @@ LaneSegment::LaneSegment(SharedSegment segment, LaneTable table, const LaneShape
     : segment_(std::move(segment)),
       table_(std::move(table)),
       shape_(shape),
-      slot_bytes_(bytes_between(table_, shape)),
-      slot_bytes_inside_(bytes_inside(table_, shape)) {}
+      inside_(layout_inside(shape, bytes_inside(table_, shape))),
+      between_(layout_of(shape, bytes_between(table_, shape))),
+      first_inside_(counters_bytes(table_)),
+      first_between_(first_inside_ + table_.count_inside() * inside_.bytes) {}
 
 std::size_t LaneSegment::bytes(const LaneTable& table, const LaneShape& shape) noexcept {
-  const std::size_t between =
-      table.hosts() == 1 ? 0 : table.count() * lane_bytes(shape, bytes_between(table, shape));
-  return counters_bytes(table) +
-         table.count_inside() * lane_bytes(shape, bytes_inside(table, shape)) + between;
+  const LaneSegment its(SharedSegment(), table, shape);
+  return its.first_between_ + (table.hosts() == 1 ? 0 : table.count() * its.between_.bytes);
 }
 
 void LaneSegment::reserve_counters(int sender) const {
@@ -101,19 +103,15 @@ void LaneSegment::reserve_counters(int sender) const {
 }
 
 LaneSegment::Lane LaneSegment::lane(int sender, int receiver) const noexcept {
-  const std::size_t inside = lane_bytes(shape_, slot_bytes_inside_);
-  const std::size_t first = counters_bytes(table_);
   if (table_.is_inside(sender, receiver)) {
-    return {first + table_.place_inside(sender, receiver) * inside, slot_bytes_inside_};
+    return {first_inside_ + table_.place_inside(sender, receiver) * inside_.bytes, &inside_};
   }
-  return {first + table_.count_inside() * inside +
-              table_.place_of(sender, receiver) * lane_bytes(shape_, slot_bytes_),
-          slot_bytes_};
+  return {first_between_ + table_.place_of(sender, receiver) * between_.bytes, &between_};
 }
 
 void LaneSegment::reserve_lane(int sender, int receiver) const {
   const Lane its = lane(sender, receiver);
-  segment_.reserve(its.offset, lane_bytes(shape_, its.slot_bytes), "what passes between two ranks");
+  segment_.reserve(its.offset, its.layout->bytes, "what passes between two ranks");
 }
 
 LaneCounters& LaneSegment::counters(int sender, int receiver) const noexcept {
@@ -121,31 +119,37 @@ LaneCounters& LaneSegment::counters(int sender, int receiver) const noexcept {
 }
 
 LaneRings& LaneSegment::rings(int sender, int receiver) const noexcept {
-  return *reinterpret_cast<LaneRings*>(segment_.data() + lane(sender, receiver).offset);
+  return *reinterpret_cast<LaneRings*>(at(lane(sender, receiver).offset));
 }
 
 Announcement& LaneSegment::announcement(int sender, int receiver,
                                         std::uint64_t number) const noexcept {
   const Lane its = lane(sender, receiver);
-  return *reinterpret_cast<Announcement*>(segment_.data() + its.offset + sizeof(LaneRings) +
-                                          number % kLaneDepth * announcement_bytes(its.slot_bytes));
+  return *reinterpret_cast<Announcement*>(
+      at(its.offset + sizeof(LaneRings) + number % kLaneDepth * its.layout->announcement_bytes));
 }
 
 std::size_t LaneSegment::most_riding_bytes(int sender, int receiver) const noexcept {
-  return riding_bytes(lane(sender, receiver).slot_bytes);
+  return lane(sender, receiver).layout->riding_bytes;
 }
 
 ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
   LaneCounters& ends = counters(sender, receiver);
   const Lane its = lane(sender, receiver);
-  return {segment_.data() + its.offset + rings_bytes(shape_, its.slot_bytes),
-          its.slot_bytes,
+  return {at(its.offset + its.layout->slots),
+          its.layout->slot_bytes,
           shape_.slots,
           &ends.sent,
           &ends.released,
           rings(sender, receiver).lengths.data(),
           shape_.window,
           shape_.release_every};
+}
+
+FilledAhead LaneSegment::filled_ahead(int sender, int receiver) const noexcept {
+  LaneCounters& ends = counters(sender, receiver);
+  const Lane its = lane(sender, receiver);
+  return {at(its.offset + its.layout->blocks), its.layout->block_bytes, ends.filled, ends.emptied};
 }
 
 }  // namespace pydist

@@ -15,6 +15,9 @@
 //   receiver  hears the announcement; when a receive matches, grants message n
 //   sender    sends the granted message through the slots; receiver copies it out
 //
+// Inside a host the sender fills blocks beside the slots with a message of up to some 100 KiB while
+// it announces it, if there are free ones: then it is done with it, and no grant is needed.
+//
 // Where processes of one host may read each other's memory, the receiver may copy the data from
 // where its sender has it, and tell with its grant that it has.
 //
@@ -36,6 +39,7 @@
 #include "health/condition.h"
 #include "memory/shared_segment.h"
 #include "topology/placement.h"
+#include "transport/filled_ahead.h"
 #include "transport/shm_channel.h"
 
 namespace pydist {
@@ -52,6 +56,7 @@ struct MessagePlace {
     kNowhere,     // where nobody else can read it
     kProcess,     // at that address of the sender's process
     kSharedHeap,  // there in the sender's allocation heap, see HeapWindow
+    kAhead,       // in those blocks of the lane, a BlockSet
   };
   In in = In::kNowhere;
   std::uint64_t address = 0;
@@ -83,6 +88,11 @@ struct LaneCounters {
   alignas(64) Counter obeyed;     // by the sender: grants that it has seen; inside a host
   alignas(64) Counter sent;       // by the sender
   alignas(64) Counter released;   // by the receiver
+  alignas(64) Counter filled;     // by the sender: FilledAhead's, as the next one
+  alignas(64) Counter emptied;    // by the receiver
+  // By the receiver: size classes, a bit each, of which it would rather copy messages from where
+  // their sender has them, so that nothing is to be filled with them.
+  Counter reads;
   // Of messages, between hosts: the sender has left the group, and what it has sent to the receiver
   // ends with kLastSegment (tcp/frame.h), which comes over a connection of the two.
   std::atomic<std::uint32_t> awaits_last_segment;
@@ -107,7 +117,7 @@ struct LaneShape {
   // Address space for the slots of all lanes inside a host, and as much for all others: it decides
   // how long each slot is.
   std::size_t all_bytes;
-  bool has_announcements;
+  bool is_for_messages;  // has announcements, and blocks that are filled ahead
 };
 inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .window = 1,
@@ -116,7 +126,7 @@ inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .bytes_for_a_host = 0,
                                          .bytes_for_all_hosts = 0,
                                          .all_bytes = std::size_t{256} << 20,
-                                         .has_announcements = true};
+                                         .is_for_messages = true};
 // What is under way between hosts hides the time that it takes to arrive. Every packet costs as
 // much as tens of KiB, and a segment may end in a small one: so segments are long (a chunk and a
 // little, see Note [Whole packets]), and slots are released in pairs. Longer ones than 512 KiB
@@ -130,7 +140,7 @@ inline constexpr LaneShape kMessageLanes{.slots = 4,
           .bytes_for_a_host = std::size_t{32} << 10,
           .bytes_for_all_hosts = std::size_t{1} << 20,
           .all_bytes = std::size_t{4} << 30,
-          .has_announcements = false};
+          .is_for_messages = false};
 }
 // What is under way and not released (Note [Segments ahead]) has room, and so has what is released
 // and not yet told.
@@ -193,6 +203,17 @@ class LaneTable {
 // Which of a group's sets a lane belongs to.
 enum class LaneSet : std::uint8_t { kMessages, kCollectives };
 
+// Of a lane, from its begin. Its rings are first, the announcements behind them.
+struct LaneLayout {
+  std::size_t slot_bytes = 0;
+  std::size_t riding_bytes = 0;        // with an announcement, at most
+  std::size_t announcement_bytes = 0;  // from one to the next
+  std::size_t slots = 0;               // offset
+  std::size_t blocks = 0;              // offset of those that are filled ahead
+  std::size_t block_bytes = 0;
+  std::size_t bytes = 0;  // all
+};
+
 class LaneSegment {
  public:
   LaneSegment() = default;
@@ -200,8 +221,8 @@ class LaneSegment {
 
   [[nodiscard]] static std::size_t bytes(const LaneTable& table, const LaneShape& shape) noexcept;
   // Of each slot of a lane between hosts, and inside a host: the same on all hosts.
-  [[nodiscard]] std::size_t slot_bytes() const noexcept { return slot_bytes_; }
-  [[nodiscard]] std::size_t slot_bytes_inside() const noexcept { return slot_bytes_inside_; }
+  [[nodiscard]] std::size_t slot_bytes() const noexcept { return between_.slot_bytes; }
+  [[nodiscard]] std::size_t slot_bytes_inside() const noexcept { return inside_.slot_bytes; }
   [[nodiscard]] std::size_t window() const noexcept { return shape_.window; }
   // Those of the lanes of one sender.
   void reserve_counters(int sender) const;
@@ -216,19 +237,26 @@ class LaneSegment {
   // How much data rides along with an announcement, at most; the same at both ends.
   [[nodiscard]] std::size_t most_riding_bytes(int sender, int receiver) const noexcept;
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
+  // Precondition: a set for messages, and both ranks are on this host.
+  [[nodiscard]] FilledAhead filled_ahead(int sender, int receiver) const noexcept;
 
  private:
   struct Lane {
     std::size_t offset;
-    std::size_t slot_bytes;
+    const LaneLayout* layout;
   };
   [[nodiscard]] Lane lane(int sender, int receiver) const noexcept;
+  [[nodiscard]] std::byte* at(std::size_t offset) const noexcept {
+    return segment_.data() + offset;
+  }
 
   SharedSegment segment_;
   LaneTable table_;
   LaneShape shape_ = kMessageLanes;
-  std::size_t slot_bytes_ = 0;
-  std::size_t slot_bytes_inside_ = 0;
+  LaneLayout inside_;
+  LaneLayout between_;
+  std::size_t first_inside_ = 0;  // offset of such a lane
+  std::size_t first_between_ = 0;
 };
 
 }  // namespace pydist

@@ -38,7 +38,7 @@ MessageWays::Class& MessageWays::class_of(const TuningKey& key) {
 }
 
 MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool do_both_send,
-                                     Time now) {
+                                     Time now, Came came) {
   Way way;
   const int length = size_class_of(bytes);
   if (length > kLongestClass) {
@@ -55,10 +55,12 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
                       .sends_too = do_both_send};
   Class& its = class_of(key);
   if (its.is_timing) {
-    way.is_read_ = its.is_timing_read;
+    way.is_next_read_ = its.is_timing_read;
+    way.is_read_ = came == Came::kAnnounced ? its.is_timing_read : came == Came::kTold;
     return way;
   }
-  const CandidateChooser::Plan plan = its.chooser.next();
+  const CandidateChooser::Plan plan = its.due ? *its.due : its.chooser.next();
+  its.due.reset();
   if (its.chooser.judged() != its.told && table_ != nullptr) {
     its.told = its.chooser.judged();
     std::optional<TuningEntry> entry = found_by(its.chooser, kCandidates);
@@ -68,8 +70,11 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
       table_->put(key, *std::move(entry));
     }
   }
-  way.is_read_ = plan.candidate == kRead;
-  if (plan.is_timed) {
+  way.is_next_read_ = plan.candidate == kRead;
+  way.is_read_ = came == Came::kAnnounced ? way.is_next_read_ : came == Came::kTold;
+  if (way.is_read_ != way.is_next_read_) {
+    its.due = plan;
+  } else if (plan.is_timed) {
     its.is_timing = true;
     its.is_timing_read = way.is_read_;
     way.timed_ = &its;

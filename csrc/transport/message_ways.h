@@ -31,19 +31,31 @@ class MessageWays {
     // that times come in the order of the plans; and all go its way, so that none overtakes it.
     bool is_timing = false;
     bool is_timing_read = false;
+    // No message has come so that it could go this way since it was planned.
+    std::optional<CandidateChooser::Plan> due = {};
   };
 
  public:
   using Time = Deadline::Clock::time_point;
 
+  // What is left to choose when it is asked for.
+  enum class Came : std::uint8_t {
+    kAnnounced,  // either way
+    kAhead,      // nothing: it is in the lane already, since its sender has not been told to wait
+    kTold,       // nothing: it is where its sender has it, who has been told to let it be read
+  };
+
   // How one message comes.
   class Way {
    public:
     [[nodiscard]] bool is_read() const noexcept { return is_read_; }
+    // Whether the next ones of its class had better be: what to tell their sender.
+    [[nodiscard]] bool is_next_read() const noexcept { return is_next_read_; }
 
    private:
     friend class MessageWays;
     bool is_read_ = false;
+    bool is_next_read_ = false;
     Class* timed_ = nullptr;  // null: its time is not asked for
     double scale_ = 1;
     Time begin_;
@@ -56,7 +68,8 @@ class MessageWays {
 
   // For a message that may be read, and comes from now on.
   // `memory`: kOrdinary or kShared, where it lies.
-  [[nodiscard]] Way choose(std::size_t bytes, TunedMemory memory, bool do_both_send, Time now);
+  [[nodiscard]] Way choose(std::size_t bytes, TunedMemory memory, bool do_both_send, Time now,
+                           Came came = Came::kAnnounced);
   // It has come in that way. `since`: when the one before it, from the same rank, had come; they
   // take turns in the lane.
   static void note(const Way& way, Time since, Time now);

@@ -14,6 +14,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/buffer.h"
@@ -63,6 +64,10 @@ class MessageReads {
 
 class Messages {
  public:
+  // A read saves the sender's copy, and costs it a grant to wait for: as long as so many bytes take
+  // to be copied. So what is no longer, and finds free blocks, is filled ahead wherever it lies.
+  static constexpr std::size_t kLongestNeverRead = std::size_t{32} << 10;
+
   // Called when a message is through, with the rank that it came from (sends: that it went to).
   using OnDone = std::function<void(int peer)>;
 
@@ -77,14 +82,18 @@ class Messages {
   // From `peer`, or from anybody where there is none.
   void receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
 
-  // Whether a message would go into its announcement, between ranks of this host, nothing is in
-  // front of it, and no memory is needed; then send_at_once() sends it.
-  [[nodiscard]] bool may_send_at_once(int peer, const Buffer& buffer) const noexcept;
-  void send_at_once(int peer, std::uint64_t tag, const Buffer& buffer) noexcept;
-  // Receives such a message, if it is the next one and nothing else is under way. Nothing has
-  // happened unless it is kDone. Throws as advance() does.
+  // Where a message is to lie that would ride along or be filled ahead, if nothing is in front of
+  // it and no memory is needed: send_at_once() puts it there. Nothing: it can't be sent so.
+  [[nodiscard]] std::optional<MessagePlace> place_at_once(int peer,
+                                                          const Buffer& buffer) const noexcept;
+  void send_at_once(int peer, std::uint64_t tag, const Buffer& buffer,
+                    const MessagePlace& place) noexcept;
+  // Receives such a message, if it is the next one and nothing else is under way. Unless it is
+  // kDone, at most the buffer has changed. `looks`: at each block that is not there yet. Throws as
+  // advance() does.
   enum class AtOnce { kDone, kNotYet, kNever };
-  [[nodiscard]] AtOnce try_receive(int peer, std::uint64_t tag, const Buffer& buffer);
+  [[nodiscard]] AtOnce try_receive(int peer, std::uint64_t tag, const Buffer& buffer,
+                                   unsigned looks = 1);
 
   // Moves everything along that can be moved; returns whether anything was. Throws Mismatch where
   // a receive meets a message of another type or size.
@@ -110,7 +119,7 @@ class Messages {
     std::uint64_t number = 0;
     MessagePlace place = {};    // at its sender
     bool do_both_send = false;  // this rank sends to that one, too
-    MessageWays::Way way = {};  // from its grant on
+    MessageWays::Way way = {};  // from its grant on, or its match if it was filled ahead
     std::size_t moved_bytes = 0;
   };
   // An announcement that has been heard, and the data that rides along with it.
@@ -141,6 +150,7 @@ class Messages {
     std::unique_ptr<ReceiveChannel> channel;
     std::deque<Receive> matched;   // in the order of their grants
     std::size_t granted = 0;       // how many of them are
+    std::deque<Receive> ahead;     // matched as well: what was filled ahead, and is not all copied
     std::uint64_t told_heard = 0;  // between hosts
     MessageWays::Time last_come;   // when the last one had come through the lane
   };
@@ -152,9 +162,13 @@ class Messages {
   [[nodiscard]] bool rides_along(int sender, int receiver, const Buffer& buffer) const noexcept {
     return buffer.bytes() <= segment_.most_riding_bytes(sender, receiver);
   }
-  // Fills in the announcement of message `number`, for which there is room, and publishes it.
-  // Returns where it says that the message lies.
-  MessagePlace::In publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer);
+  // Where a message is to lie for its receiver. Another time it may be another place: what its
+  // receiver would rather read changes meanwhile.
+  [[nodiscard]] MessagePlace place_of(int peer, const Buffer& buffer) const noexcept;
+  // Fills in the announcement of message `number`, for which there is room, publishes it, and fills
+  // the blocks that it names.
+  void publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer,
+               const MessagePlace& place);
   [[nodiscard]] bool may_announce(int peer) const noexcept;
   bool announce(int peer, Outgoing& lane);
   bool take_grants(int peer, Outgoing& lane);
@@ -163,18 +177,30 @@ class Messages {
   // Tells a rank on another host how many of its announcements have been heard, now and then: a
   // receive need not wait for that to be sent.
   void tell_heard(int peer, std::uint64_t heard);
+  // The blocks that an announcement names. Throws where there can't be such a message.
+  [[nodiscard]] BlockSet blocks_of(int peer, const Announcement& announcement,
+                                   const Buffer& buffer) const;
   // Throws Mismatch.
   void require_alike(const Buffer& buffer, int peer, const Announcement& announcement) const;
   bool match(std::list<Receive>::iterator receive, const Heard& heard);
   // Whether there is room for one more grant.
   [[nodiscard]] bool may_grant(int peer) const noexcept;
   bool grant(int peer, Incoming& lane);
-  // Chooses the way of a message, and copies it from its sender if it comes that way.
+  // Chooses the way of a message, and tells its sender where others had better go another way.
+  [[nodiscard]] MessageWays::Way choose_way(int peer, const Buffer& buffer, MessagePlace::In in,
+                                            bool do_both_send);
+  // Copies a message from its sender if it comes that way.
   [[nodiscard]] bool take(int peer, Receive& receive);
   // It has come through the lane.
-  void note_come(int peer, const Receive& receive);
+  void note_come(int peer, const MessageWays::Way& way);
   bool move_in(int peer, Incoming& lane);
+  bool copy_ahead(int peer, Incoming& lane);
+  // The same at once, see try_receive(). Whether all was there.
+  [[nodiscard]] bool try_copy_ahead(int peer, BlockSet blocks, const Buffer& buffer,
+                                    unsigned looks);
   void finish(OnDone& on_done, int peer);
+  // What `peer` has written into shared memory can't be.
+  [[noreturn]] static void throw_damaged(int peer, const std::string& what);
 
   const int rank_;
   const int size_;

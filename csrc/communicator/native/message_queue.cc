@@ -90,19 +90,21 @@ bool MessageQueue::try_at_once(const Operation& operation, bool may_wait) {
 bool MessageQueue::try_with_right(const Operation& operation,
                                   std::optional<Journal::Ticket>& ticket, unsigned looks) {
   if (operation.kind == OpKind::kSend) {
-    if (!messages_.may_send_at_once(operation.peer, operation.inputs[0])) {
+    const std::optional<MessagePlace> place =
+        messages_.place_at_once(operation.peer, operation.inputs[0]);
+    if (!place) {
       return false;
     }
     // First of all: a rank that is stopped once the peer can see its message has begun it.
     ticket = note_begin(operation, ++started_);
-    messages_.send_at_once(operation.peer, operation.tag, operation.inputs[0]);
+    messages_.send_at_once(operation.peer, operation.tag, operation.inputs[0], *place);
     return true;
   }
   if (operation.peer == kAnySource) {
     return false;
   }
   for (unsigned look = 1;; ++look) {
-    switch (messages_.try_receive(operation.peer, operation.tag, operation.outputs[0])) {
+    switch (messages_.try_receive(operation.peer, operation.tag, operation.outputs[0], looks)) {
       case Messages::AtOnce::kDone:
         ticket = note_begin(operation, ++started_);
         return true;

@@ -53,6 +53,11 @@ class HostOfRanks {
     return memory_.most_riding_bytes(0, 1) / sizeof(std::uint32_t);
   }
 
+  // Elements of the longest message that is filled ahead.
+  [[nodiscard]] std::size_t most_ahead() const {
+    return memory_.filled_ahead(0, 1).most_bytes() / sizeof(std::uint32_t);
+  }
+
   // Runs the ranks on threads, each with its Messages.
   void run(const std::function<void(int, Messages&)>& body) {
     run_ranks(size_, [&](int rank) {

@@ -92,7 +92,14 @@ TEST(LaneSegmentTest, NoLaneReachesIntoAnother) {
             const auto* rings = reinterpret_cast<const std::byte*>(&lanes.rings(sender, receiver));
             const ShmChannelMemory slots = lanes.channel(sender, receiver);
             EXPECT_LE(rings + sizeof(LaneRings), slots.slots);
-            ends[rings] = slots.slots + slots.slot_bytes * slots.slot_count;
+            const std::byte*& lane_end = ends[rings];
+            lane_end = slots.slots + slots.slot_bytes * slots.slot_count;
+            if (shape.is_for_messages && table.is_inside(sender, receiver)) {
+              const std::span<const std::byte> blocks =
+                  lanes.filled_ahead(sender, receiver).memory();
+              EXPECT_LE(lane_end, blocks.data());
+              lane_end = blocks.data() + blocks.size();
+            }
           }
         }
       }

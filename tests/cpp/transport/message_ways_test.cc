@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <optional>
 
 #include "transport/lane_segment.h"
@@ -27,8 +28,9 @@ class Receiver {
       : ways_(rhythm, table) {}
 
   [[nodiscard]] MessageWays::Way choose(std::size_t bytes = kBytes, bool do_both_send = false,
-                                        TunedMemory memory = TunedMemory::kOrdinary) {
-    return ways_.choose(bytes, memory, do_both_send, now_);
+                                        TunedMemory memory = TunedMemory::kOrdinary,
+                                        MessageWays::Came came = MessageWays::Came::kAnnounced) {
+    return ways_.choose(bytes, memory, do_both_send, now_, came);
   }
   void note(const MessageWays::Way& way, MessageWays::Time since = {}) {
     MessageWays::note(way, since, now_);
@@ -173,6 +175,32 @@ TEST(MessageWaysTest, MemoriesAreToldApart) {
   table.put(key, {.choice = {.piece_bytes = kSlotBytes}, .times_us = {}});
   Receiver taught(kShort, &table);
   EXPECT_FALSE(taught.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
+}
+
+// Of messages of which the sender decides how they come, as it was told some messages ago, both
+// ways are timed all the same, and each only by those that came that way.
+TEST(MessageWaysTest, TheSenderIsToldTheQuickerWay) {
+  for (const bool is_read_slow : {false, true}) {
+    for (const std::size_t late : {1U, 3U, 20U}) {
+      Receiver receiver(kShort);
+      std::deque<bool> told(late, false);
+      int reads = 0;
+      for (int message = 0; message < 1000; ++message) {
+        const bool is_told = told.front();
+        told.pop_front();
+        const MessageWays::Way way =
+            receiver.choose(kBytes, /*do_both_send=*/false, TunedMemory::kOrdinary,
+                            is_told ? MessageWays::Came::kTold : MessageWays::Came::kAhead);
+        ASSERT_EQ(way.is_read(), is_told) << "there is nothing to choose";
+        told.push_back(way.is_next_read());
+        const MessageWays::Time before = receiver.now();
+        receiver.pass(is_told == is_read_slow ? 200 : 100);
+        receiver.note(way, before);
+        reads += message >= 900 && is_told ? 1 : 0;
+      }
+      EXPECT_EQ(reads, is_read_slow ? 0 : 100) << late;
+    }
+  }
 }
 
 // As without the kernel collectives read shared memory where it lies.

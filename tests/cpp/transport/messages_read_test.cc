@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -59,7 +61,7 @@ int reads_of_one_message(Reader& reader, const MessageWays& ways) {
   HostOfRanks host(2);
   Messages sender = host.join(0, reader.reads_of(), ways);
   Messages receiver = host.join(1, reader.reads_of(), ways);
-  std::vector<std::uint32_t> sent = text(100'000, 1);
+  std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
   std::vector<std::uint32_t> got(sent.size(), 0);
   sender.send(1, 0, buffer(sent), ignore);
   receiver.receive(0, 0, buffer(got), ignore);
@@ -68,13 +70,13 @@ int reads_of_one_message(Reader& reader, const MessageWays& ways) {
   return reader.reads;
 }
 
-TEST(MessagesReadTest, WhatDoesNotRideAlongIsReadWhereItLies) {
+TEST(MessagesReadTest, WhatIsNotFilledAheadIsReadWhereItLies) {
   for (const bool refuses : {false, true}) {
     HostOfRanks host(2);
     Reader reader{.refuses = refuses};
     Messages sender = host.join(0, reader.reads_of(), ways_that_read());
     Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
-    std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
+    std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
     std::vector<std::uint32_t> got(sent.size(), 0);
     int done = 0;
     sender.send(1, 3, buffer(sent), [&](int) { ++done; });
@@ -94,6 +96,34 @@ TEST(MessagesReadTest, WhatLiesInSharedMemoryIsReadFromTheFirstOn) {
   EXPECT_EQ(reads_of_one_message(reader, MessageWays(TuningRhythm())), 1);
 }
 
+// The shortest are filled ahead all the same, while there are blocks.
+TEST(MessagesReadTest, TheShortestInSharedMemoryAreNotRead) {
+  HostOfRanks host(2);
+  Reader reader{.in = MessagePlace::In::kSharedHeap};
+  Messages sender = host.join(0, reader.reads_of());
+  Messages receiver = host.join(1, reader.reads_of());
+  const std::size_t most = Messages::kLongestNeverRead / sizeof(std::uint32_t);
+  const int blocks = static_cast<int>(kAheadBlocks);
+  for (const std::size_t count : {most, most + 1}) {
+    const bool is_short = count == most;
+    reader.reads = 0;
+    std::vector<std::uint32_t> sent = text(count, 1);
+    std::vector<std::uint32_t> got(count, 0);
+    for (int i = 0; i < blocks + 1; ++i) {
+      sender.send(1, 7, buffer(sent), ignore);
+    }
+    advance_both(sender, receiver);
+    for (int i = 0; i < blocks + 1; ++i) {
+      std::fill(got.begin(), got.end(), 0);
+      receiver.receive(0, 7, buffer(got), ignore);
+      advance_both(sender, receiver);
+      EXPECT_EQ(got, sent);
+    }
+    EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+    EXPECT_EQ(reader.reads, is_short ? 0 : blocks + 1);
+  }
+}
+
 TEST(MessagesReadTest, WhatLiesNowhereComesThroughTheLane) {
   Reader reader{.in = MessagePlace::In::kNowhere};
   EXPECT_EQ(reads_of_one_message(reader, ways_that_read()), 0);
@@ -104,7 +134,7 @@ TEST(MessagesReadTest, AGrantThatCannotBeIsDamage) {
   HostOfRanks host(2);
   Reader reader{.in = MessagePlace::In::kNowhere};
   Messages sender = host.join(0, reader.reads_of());
-  std::vector<std::uint32_t> sent = text(100'000, 1);
+  std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
   sender.send(1, 0, buffer(sent), ignore);
   sender.advance();
   host.lanes().counters(0, 1).granted.store(1);
@@ -129,7 +159,7 @@ TEST(MessagesReadTest, MemoryOfNoKnownKindIsDamage) {
   sender.send(1, 0, buffer(sent), ignore);
   receiver.receive(0, 0, buffer(got), ignore);
   sender.advance();
-  host.lanes().announcement(0, 1, 0).in = static_cast<MessagePlace::In>(3);
+  host.lanes().announcement(0, 1, 0).in = static_cast<MessagePlace::In>(4);
   EXPECT_THROW(receiver.advance(), Error);
 }
 
@@ -141,7 +171,7 @@ TEST(MessagesReadTest, BothWaysAreTried) {
   Reader reader;
   Messages one = host.join(0, reader.reads_of(), MessageWays(kRestless));
   Messages other = host.join(1, reader.reads_of(), MessageWays(kRestless));
-  for (const std::size_t count : {host.most_riding() + 1, std::size_t{100'000}}) {
+  for (const std::size_t count : {std::size_t{10'000}, host.most_ahead() + 1}) {
     reader.reads = 0;
     for (std::uint32_t time = 0; time < kTimes; ++time) {
       std::vector<std::uint32_t> sent = text(count, 2 * time);
@@ -162,6 +192,58 @@ TEST(MessagesReadTest, BothWaysAreTried) {
   }
 }
 
+// A receiver that has found reads to be quicker tells its sender with the first message that comes
+// another way.
+TEST(MessagesReadTest, WhatIsBetterReadIsNoLongerFilledAhead) {
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.reads_of());
+  Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
+  std::vector<std::uint32_t> sent = text(10'000, 1);
+  std::vector<std::uint32_t> longer = text(host.most_ahead(), 2);
+  for (int time = 0; time < 4; ++time) {
+    for (std::vector<std::uint32_t>* const each : {&sent, &longer}) {
+      std::vector<std::uint32_t> got(each->size(), 0);
+      bool is_sent = false;
+      sender.send(1, 0, buffer(*each), [&](int) { is_sent = true; });
+      sender.advance();
+      EXPECT_EQ(is_sent, time == 0) << "lengths are told of by themselves";
+      receiver.receive(0, 0, buffer(got), ignore);
+      advance_both(sender, receiver);
+      EXPECT_TRUE(is_sent);
+      EXPECT_EQ(got, *each);
+    }
+    EXPECT_EQ(reader.reads, 2 * time);
+  }
+}
+
+// A sender that is told while it is about to fill its blocks goes on as it has begun.
+TEST(MessagesReadTest, ASenderIsToldInTheMiddle) {
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.reads_of());
+  Messages receiver = host.join(1, reader.reads_of());
+  std::vector<std::uint32_t> sent = text(10'000, 1);
+  for (int time = 0; time < 2; ++time) {
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    if (time == 0) {
+      sender.send(1, 0, buffer(sent), ignore);
+      sender.advance();
+    } else {
+      const std::optional<MessagePlace> place = sender.place_at_once(1, buffer(sent));
+      ASSERT_TRUE(place);
+      host.lanes().counters(0, 1).reads.store(~std::uint64_t{0});
+      EXPECT_FALSE(sender.place_at_once(1, buffer(sent)));
+      sender.send_at_once(1, 0, buffer(sent), *place);
+    }
+    receiver.receive(0, 0, buffer(got), ignore);
+    advance_both(sender, receiver);
+    EXPECT_EQ(got, sent);
+    EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  }
+  EXPECT_EQ(reader.reads, 0);
+}
+
 // Of ranks that send to each other the times are taken apart from those of one that only receives.
 TEST(MessagesReadTest, DirectionsAreToldApart) {
   HostOfRanks host(2);
@@ -171,7 +253,7 @@ TEST(MessagesReadTest, DirectionsAreToldApart) {
   };
   Messages one = host.join(0, reader.reads_of(), ways_of_exchanges());
   Messages other = host.join(1, reader.reads_of(), ways_of_exchanges());
-  std::vector<std::uint32_t> sent = text(host.most_riding() + 1, 1);
+  std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
   std::vector<std::uint32_t> got(sent.size(), 0);
   std::vector<std::uint32_t> got_back(sent.size(), 0);
   for (int time = 0; time < 3; ++time) {
@@ -196,12 +278,11 @@ TEST(MessagesReadTest, DirectionsAreToldApart) {
 TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
   constexpr std::uint32_t kMessages = 3 * kLaneDepth;
   HostOfRanks host(2);
-  Reader reader;
-  Messages sender = host.join(0, reader.reads_of(), ways_that_read());
-  Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
+  Reader reader{.in = MessagePlace::In::kSharedHeap};
+  Messages sender = host.join(0, reader.reads_of());
+  Messages receiver = host.join(1, reader.reads_of());
   std::vector<std::vector<std::uint32_t>> sent;
-  std::vector<std::vector<std::uint32_t>> got(kMessages,
-                                              std::vector<std::uint32_t>(host.most_riding() + 7));
+  std::vector<std::vector<std::uint32_t>> got(kMessages, std::vector<std::uint32_t>(10'000));
   int sends_done = 0;
   for (std::uint32_t i = 0; i < kMessages; ++i) {
     sent.push_back(text(got[i].size(), i));
@@ -231,9 +312,9 @@ TEST(MessagesReadTest, ManyAreReadWhileTheirSenderSleeps) {
 TEST(MessagesReadTest, AShortOneIsReadWhileALongOneIsOnItsWay) {
   HostOfRanks host(2);
   Reader reader;
-  Messages sender = host.join(0, reader.reads_of(), ways_that_read(/*longest=*/16));
-  Messages receiver = host.join(1, reader.reads_of(), ways_that_read(/*longest=*/16));
-  const std::vector<std::size_t> counts = {300'000, 5'000, 400'000, 6'000, 3};
+  Messages sender = host.join(0, reader.reads_of(), ways_that_read(/*longest=*/20));
+  Messages receiver = host.join(1, reader.reads_of(), ways_that_read(/*longest=*/20));
+  const std::vector<std::size_t> counts = {300'000, 150'000, 400'000, 160'000, 3};
   std::vector<std::vector<std::uint32_t>> sent;
   std::vector<std::vector<std::uint32_t>> got;
   for (const std::size_t count : counts) {

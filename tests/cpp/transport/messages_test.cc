@@ -145,9 +145,98 @@ TEST(MessagesTest, ALargeMessageNobodyAsksForBlocksNoOther) {
   });
 }
 
+// Its sender is done with it at once, its receiver finds it whenever it asks.
+TEST(MessagesTest, WhatIsFilledAheadWaitsForNobody) {
+  HostOfRanks host(2);
+  Messages sender = host.join(0);
+  Messages receiver = host.join(1);
+  const std::size_t block = host.most_ahead() / (kAheadBlocks / 2);
+  for (const std::size_t count :
+       {host.most_riding() + 1, block - 1, block, block + 1, 3 * block + 7, host.most_ahead()}) {
+    std::vector<std::uint32_t> sent = text(count, 1);
+    std::vector<std::uint32_t> overwritten = sent;
+    std::vector<std::uint32_t> got(count, 0);
+    sender.send(1, 0, buffer(overwritten), ignore);
+    while (sender.advance()) {
+    }
+    EXPECT_TRUE(sender.is_idle()) << count;
+    std::fill(overwritten.begin(), overwritten.end(), 0);
+    receiver.receive(0, 0, buffer(got), ignore);
+    while (receiver.advance()) {
+    }
+    EXPECT_TRUE(receiver.is_idle()) << count;
+    EXPECT_EQ(got, sent);
+  }
+  std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
+  sender.send(1, 0, buffer(sent), ignore);
+  while (sender.advance()) {
+  }
+  EXPECT_FALSE(sender.is_idle()) << "that it asks for";
+}
+
+// What nobody asks for fills the blocks; others come through the slots meanwhile, and the blocks
+// are used again when it has been asked for after all.
+TEST(MessagesTest, FullBlocksAreInNobodysWay) {
+  HostOfRanks host(2);
+  Messages sender = host.join(0);
+  Messages receiver = host.join(1);
+  const std::size_t count = host.most_ahead() / 3;
+  std::vector<std::uint32_t> sent = text(count, 1);
+  std::vector<std::uint32_t> got(count, 0);
+  const auto advance = [&] {
+    while (sender.advance() || receiver.advance()) {
+    }
+  };
+  for (int turn = 0; turn < 3; ++turn) {
+    int unasked = 0;
+    for (; sender.is_idle(); ++unasked) {
+      sender.send(1, 1, buffer(sent), ignore);
+      advance();
+    }
+    EXPECT_EQ(unasked, 6) << "five fit";
+    for (int i = 0; i < 3; ++i) {
+      std::fill(got.begin(), got.end(), 0);
+      sender.send(1, 2, buffer(sent), ignore);
+      receiver.receive(0, 2, buffer(got), ignore);
+      advance();
+      EXPECT_TRUE(receiver.is_idle());
+      EXPECT_EQ(got, sent);
+    }
+    for (int i = 0; i < unasked; ++i) {
+      std::fill(got.begin(), got.end(), 0);
+      receiver.receive(0, 1, buffer(got), ignore);
+      advance();
+      EXPECT_EQ(got, sent);
+    }
+    EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  }
+}
+
+TEST(MessagesTest, BlocksThatCannotBeAreDamage) {
+  for (const std::uint64_t blocks : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{7},
+                                     std::uint64_t{3} << 31, ~std::uint64_t{0}}) {
+    HostOfRanks host(2);
+    Messages sender = host.join(0);
+    Messages receiver = host.join(1);
+    std::vector<std::uint32_t> sent = text(host.most_ahead() / 8, 1);  // two blocks
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    sender.send(1, 0, buffer(sent), ignore);
+    sender.advance();
+    host.lanes().announcement(0, 1, 0).address = blocks;
+    EXPECT_THROW(static_cast<void>(receiver.try_receive(0, 0, buffer(got))), Error) << blocks;
+    receiver.receive(0, 0, buffer(got), ignore);
+    try {
+      receiver.advance();
+      ADD_FAILURE() << blocks;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("Rank 0"), std::string::npos) << error.what();
+    }
+  }
+}
+
 TEST(MessagesTest, AnySourceTakesFromEverybody) {
   constexpr int kSize = 5;
-  for (const std::size_t count : {2u, 5'000u}) {
+  for (const std::size_t count : {2u, 5'000u, 200'000u}) {
     HostOfRanks host(kSize);
     host.run([&](int rank, Messages& messages) {
       if (rank != 0) {
@@ -377,7 +466,7 @@ struct OpenLane {
 
   OpenLane() {
     std::vector<std::uint32_t> none;
-    EXPECT_FALSE(sender.may_send_at_once(1, buffer(none)));
+    EXPECT_FALSE(sender.place_at_once(1, buffer(none)));
     sender.send(1, 0, buffer(none), ignore);
     EXPECT_TRUE(sender.advance());
     receiver.receive(0, 0, buffer(none), ignore);
@@ -385,20 +474,25 @@ struct OpenLane {
   }
 };
 
+void send_at_once(Messages& sender, std::uint64_t tag, std::vector<std::uint32_t>& values) {
+  const std::optional<MessagePlace> place = sender.place_at_once(1, buffer(values));
+  ASSERT_TRUE(place);
+  sender.send_at_once(1, tag, buffer(values), *place);
+}
+
 TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
   OpenLane lane;
   auto& [host, sender, receiver] = lane;
   std::vector<std::uint32_t> sent = text(host.most_riding(), 1);
   std::vector<std::uint32_t> got(sent.size(), 0);
   std::vector<std::uint32_t> none;
-  std::vector<std::uint32_t> long_one(sent.size() + 1, 0);
+  std::vector<std::uint32_t> long_one(200'000, 0);
   EXPECT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kNotYet);
   for (std::size_t turn = 0; turn < 3; ++turn) {
     for (std::size_t i = 0; i < kLaneDepth; ++i) {
-      ASSERT_TRUE(sender.may_send_at_once(1, buffer(sent)));
-      sender.send_at_once(1, 5, buffer(i % 2 == 0 ? sent : none));
+      send_at_once(sender, 5, i % 2 == 0 ? sent : none);
     }
-    EXPECT_FALSE(sender.may_send_at_once(1, buffer(sent)));
+    EXPECT_FALSE(sender.place_at_once(1, buffer(sent)));
     for (std::size_t i = 0; i < kLaneDepth; ++i) {
       std::fill(got.begin(), got.end(), 0);
       ASSERT_EQ(receiver.try_receive(0, 5, buffer(i % 2 == 0 ? got : none)), AtOnce::kDone);
@@ -406,9 +500,43 @@ TEST(MessagesTest, WhatRidesAlongGoesAtOnceUntilTheLaneIsFull) {
     }
     EXPECT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kNotYet);
   }
-  EXPECT_FALSE(sender.may_send_at_once(1, buffer(long_one)));
+  EXPECT_FALSE(sender.place_at_once(1, buffer(long_one)));
   EXPECT_EQ(receiver.try_receive(0, 5, buffer(long_one)), AtOnce::kNever);
   EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+}
+
+TEST(MessagesTest, WhatIsFilledAheadGoesAtOnceUntilTheBlocksAreFull) {
+  OpenLane lane;
+  auto& [host, sender, receiver] = lane;
+  std::vector<std::uint32_t> sent = text(host.most_ahead() - 3, 1);
+  std::vector<std::uint32_t> got(sent.size(), 0);
+  EXPECT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kNotYet);
+  for (std::size_t turn = 0; turn < 3; ++turn) {
+    send_at_once(sender, 5, sent);
+    send_at_once(sender, 5, sent);
+    EXPECT_FALSE(sender.place_at_once(1, buffer(sent)));
+    for (std::size_t i = 0; i < 2; ++i) {
+      std::fill(got.begin(), got.end(), 0);
+      ASSERT_EQ(receiver.try_receive(0, 5, buffer(got)), AtOnce::kDone);
+      EXPECT_EQ(got, sent);
+    }
+  }
+  // One that has been announced, but is not all there, is received by advance().
+  send_at_once(sender, 5, sent);
+  Counter& filled = host.lanes().counters(0, 1).filled;
+  const std::uint64_t all = filled.load();
+  filled.store(all ^ 1);
+  EXPECT_EQ(receiver.try_receive(0, 5, buffer(got), /*looks=*/3), AtOnce::kNever);
+  std::fill(got.begin(), got.end(), 0);
+  receiver.receive(0, 5, buffer(got), ignore);
+  while (receiver.advance()) {
+  }
+  EXPECT_FALSE(receiver.is_idle());
+  filled.store(all);
+  while (receiver.advance()) {
+  }
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  EXPECT_EQ(got, sent);
 }
 
 TEST(MessagesTest, NothingOvertakesAtOnce) {
@@ -418,13 +546,13 @@ TEST(MessagesTest, NothingOvertakesAtOnce) {
   std::vector<std::uint32_t> second = text(2, 2);
   std::vector<std::uint32_t> got(2, 0);
   std::vector<std::uint32_t> got_later(2, 0);
-  sender.send_at_once(1, 7, buffer(first));
+  send_at_once(sender, 7, first);
   // Another tag, which is not the next one: nothing has happened.
   EXPECT_EQ(receiver.try_receive(0, 8, buffer(got)), AtOnce::kNever);
   // While a receive waits, another one goes behind it.
   receiver.receive(0, 8, buffer(got_later), ignore);
   EXPECT_EQ(receiver.try_receive(0, 7, buffer(got)), AtOnce::kNever);
-  sender.send_at_once(1, 8, buffer(second));
+  send_at_once(sender, 8, second);
   EXPECT_TRUE(receiver.advance());
   EXPECT_TRUE(receiver.is_idle());
   EXPECT_EQ(got_later, second);
@@ -433,9 +561,9 @@ TEST(MessagesTest, NothingOvertakesAtOnce) {
   receiver.receive(0, 7, buffer(got), ignore);
   EXPECT_EQ(got, first);
   // While a message is under way, another one goes behind it.
-  std::vector<std::uint32_t> large(100'000, 3);
+  std::vector<std::uint32_t> large(200'000, 3);
   sender.send(1, 7, buffer(large), ignore);
-  EXPECT_FALSE(sender.may_send_at_once(1, buffer(first)));
+  EXPECT_FALSE(sender.place_at_once(1, buffer(first)));
 }
 
 TEST(MessagesTest, AMismatchAtOnceNamesBothSides) {
@@ -443,7 +571,7 @@ TEST(MessagesTest, AMismatchAtOnceNamesBothSides) {
   auto& [host, sender, receiver] = lane;
   std::vector<std::uint32_t> sent = text(2, 1);
   std::vector<std::uint32_t> got(3, 9);
-  sender.send_at_once(1, 0, buffer(sent));
+  send_at_once(sender, 0, sent);
   try {
     static_cast<void>(receiver.try_receive(0, 0, buffer(got)));
     FAIL() << "took it";

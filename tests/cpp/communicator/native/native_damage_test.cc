@@ -460,7 +460,7 @@ TEST(NativeDamageTest, PagesAndRecordsOfPeersHurtNobody) {
 
 TEST(NativeDamageTest, LanesOfPeersHurtNobody) {
   Dice dice;
-  constexpr std::array<std::size_t, 6> kCounts{0, 1, 8, 9, 5000, 200'000};
+  constexpr std::array<std::size_t, 7> kCounts{0, 1, 8, 9, 5000, 100'000, 200'000};
   const LaneTable table(2);
   const LaneSegment lanes(SharedSegment::create("lanes", LaneSegment::bytes(table, kMessageLanes)),
                           table, kMessageLanes);

@@ -188,12 +188,13 @@ TEST(NativeSingleCopyTest, ASenderThatDiesIsNamedToTheReceiver) {
 
 // Rank 1 asks for a message when its sender has left: nobody knows what lies there now.
 void expect_no_message_of_who_has_left(bool is_in_heap) {
+  constexpr std::size_t kLong = 3 * kCount;  // it is not filled ahead
   run_ranks(2, [is_in_heap](RankOfTest& self) {
     std::vector<int> values(3, self.rank);
     const auto heap = is_in_heap ? heap_of_test(*self.communicator) : nullptr;
     self.communicator->run(barrier());
     if (self.rank == 0) {
-      Sent sent(heap, kCount);
+      Sent sent(heap, kLong);
       sent.fill(7);
       const WorkPtr work = self.communicator->submit(sent.to(1, 4));
       self.communicator->run(send_to(1, 5, values));  // once this is there, that is announced
@@ -205,7 +206,7 @@ void expect_no_message_of_who_has_left(bool is_in_heap) {
     }
     self.communicator->run(receive_from(0, 5, values));
     static_cast<void>(self.store->get("has left", Deadline::in(std::chrono::seconds(30))));
-    std::vector<int> got(kCount, 0);
+    std::vector<int> got(kLong, 0);
     const auto [kind, message, blame] =
         error_of([&] { self.communicator->run(receive_from(0, 4, got)); });
     EXPECT_EQ(kind, ErrorKind::kPeerLost) << message;
@@ -219,6 +220,24 @@ TEST(NativeSingleCopyTest, AMessageWhoseSenderHasLeftIsNoMessage) {
 
 TEST(NativeSingleCopyTest, AMessageInTheHeapOfWhoHasLeftIsNoMessage) {
   expect_no_message_of_who_has_left(/*is_in_heap=*/true);
+}
+
+// What is filled ahead was sent when its sender left.
+TEST(NativeSingleCopyTest, AMessageFilledAheadOutlivesItsSender) {
+  run_ranks(2, [](RankOfTest& self) {
+    std::vector<int> values(kCount, 7);
+    self.communicator->run(barrier());
+    if (self.rank == 0) {
+      self.communicator->run(send_to(1, 4, values));
+      self.communicator->shutdown();
+      self.store->set("has left", "");
+      return;
+    }
+    static_cast<void>(self.store->get("has left", Deadline::in(std::chrono::seconds(30))));
+    std::vector<int> got(kCount, 0);
+    self.communicator->run(receive_from(0, 4, got));
+    EXPECT_EQ(got, values);
+  });
 }
 
 // Of rank 2, on a host of its own, nobody can read anything.

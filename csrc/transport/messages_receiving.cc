@@ -1,0 +1,296 @@
+// What a rank does with the messages that it receives, see messages.h.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <utility>
+
+#include "base/error.h"
+#include "health/doorbell.h"
+#include "transport/filled_ahead.h"
+#include "transport/messages.h"
+#include "tuning/tuning_class.h"
+
+namespace pydist {
+
+bool Messages::hear(int peer) {
+  LaneCounters& counters = segment_.counters(peer, rank_);
+  const std::uint64_t announced = counters.announced.load(std::memory_order_acquire);
+  std::uint64_t number = counters.heard.load(std::memory_order_relaxed);
+  if (number == announced) {
+    return false;
+  }
+  if (announced - number > kLaneDepth) {
+    throw_damaged(peer, join("has announced ", announced - number, " messages to rank ", rank_,
+                             " at once, and can't have"));
+  }
+  for (; number != announced; ++number) {
+    const Announcement& place = segment_.announcement(peer, rank_, number);
+    const Heard heard{peer, number, place, place.payload()};
+    const std::size_t riding_bytes = heard.announcement.riding_bytes;
+    if (riding_bytes > segment_.most_riding_bytes(peer, rank_)) {
+      throw_damaged(peer,
+                    join("lets ", riding_bytes, " bytes ride along with a message, and can't"));
+    }
+    if (heard.announcement.in > MessagePlace::In::kAhead) {
+      throw_damaged(peer, "has announced a message that lies in memory of no known kind");
+    }
+    bool is_matched = false;
+    for (auto receive = unmatched_.begin(); receive != unmatched_.end() && !is_matched;) {
+      is_matched = match(receive++, heard);
+    }
+    if (!is_matched) {
+      // The sender needs its place for the next one.
+      Unexpected& kept = unexpected_.emplace_back(heard);
+      kept.payload.assign(heard.payload, heard.payload + riding_bytes);
+      kept.heard.payload = kept.payload.data();
+    }
+    counters.heard.store(number + 1, std::memory_order_release);
+  }
+  tell_heard(peer, announced);
+  doorbells_[static_cast<std::size_t>(peer)]->ring();
+  return true;
+}
+
+void Messages::tell_heard(int peer, std::uint64_t heard) {
+  MessageCarrier* const carrier = carrier_to(peer);
+  Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
+  if (carrier != nullptr && heard - lane.told_heard >= kHeardAtATime) {
+    carrier->send_heard(peer, heard);
+    lane.told_heard = heard;
+  }
+}
+
+BlockSet Messages::blocks_of(int peer, const Announcement& announcement,
+                             const Buffer& buffer) const {
+  const auto blocks = static_cast<BlockSet>(announcement.address);
+  if (carrier_to(peer) != nullptr || blocks != announcement.address ||
+      !segment_.filled_ahead(peer, rank_).fit(blocks, buffer.bytes())) {
+    throw_damaged(peer,
+                  join("has filled the wrong blocks with a message of ", buffer.bytes(), " bytes"));
+  }
+  return blocks;
+}
+
+void Messages::require_alike(const Buffer& buffer, int peer,
+                             const Announcement& announcement) const {
+  if (announcement.dtype != buffer.dtype || announcement.count != buffer.count) {
+    throw Mismatch(
+        join("Rank ", rank_, " receives ", buffer.count, " elements of ", to_string(buffer.dtype),
+             " from rank ", peer, " with tag ", announcement.tag, ", but rank ", peer, " sends ",
+             announcement.count, " of ", to_string(announcement.dtype),
+             ". Both ends of a message must have the same dtype and count."),
+        Blame{.ranks = {std::min(rank_, peer), std::max(rank_, peer)},
+              .operation = join("receive from rank ", peer, " (tag ", announcement.tag, ")"),
+              .cause = "both ends have different tensors"});
+  }
+}
+
+bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
+  const int peer = heard.peer;
+  const Announcement& announcement = heard.announcement;
+  if (receive->peer.value_or(peer) != peer || receive->tag != announcement.tag) {
+    return false;
+  }
+  require_alike(receive->buffer, peer, announcement);
+  const std::size_t bytes = receive->buffer.bytes();
+  const bool has_come = rides_along(peer, rank_, receive->buffer);
+  if (announcement.riding_bytes != (has_come ? bytes : 0)) {
+    throw_damaged(peer, join("lets ", announcement.riding_bytes,
+                             " bytes ride along with a message of ", bytes));
+  }
+  Receive matched = std::move(*receive);
+  unmatched_.erase(receive);
+  if (has_come) {
+    if (bytes != 0) {
+      std::memcpy(matched.buffer.data, heard.payload, bytes);
+    }
+    finish(matched.on_done, peer);
+    return true;
+  }
+  matched.number = heard.number;
+  matched.place = {announcement.in, announcement.address};
+  matched.do_both_send =
+      std::exchange(outgoing_[static_cast<std::size_t>(peer)].has_announced, false);
+  Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
+  if (announcement.in == MessagePlace::In::kAhead) {
+    static_cast<void>(blocks_of(peer, announcement, matched.buffer));
+    matched.way = choose_way(peer, matched.buffer, announcement.in, matched.do_both_send);
+    lane.ahead.push_back(std::move(matched));
+  } else {
+    lane.matched.push_back(std::move(matched));
+  }
+  return true;
+}
+
+bool Messages::may_grant(int peer) const noexcept {
+  const LaneCounters& counters = segment_.counters(peer, rank_);
+  // Between hosts a grant whose data has come is done with, since data follows in their order.
+  return carrier_to(peer) != nullptr || counters.granted.load(std::memory_order_relaxed) -
+                                                counters.obeyed.load(std::memory_order_acquire) <
+                                            kLaneDepth;
+}
+
+MessageWays::Way Messages::choose_way(int peer, const Buffer& buffer, MessagePlace::In in,
+                                      bool do_both_send) {
+  if (in == MessagePlace::In::kNowhere || reads_ == nullptr || carrier_to(peer) != nullptr) {
+    return {};
+  }
+  const std::size_t bytes = buffer.bytes();
+  if (in == MessagePlace::In::kAhead && bytes <= kLongestNeverRead) {
+    return {};
+  }
+  const MessageWays::Time now = Deadline::Clock::now();
+  if (in == MessagePlace::In::kSharedHeap) {
+    return ways_.choose(bytes, TunedMemory::kShared, do_both_send, now);
+  }
+  if (bytes > segment_.filled_ahead(peer, rank_).most_bytes()) {
+    return ways_.choose(bytes, TunedMemory::kOrdinary, do_both_send, now);
+  }
+  const MessageWays::Way way = ways_.choose(
+      bytes, TunedMemory::kOrdinary, do_both_send, now,
+      in == MessagePlace::In::kAhead ? MessageWays::Came::kAhead : MessageWays::Came::kTold);
+  Counter& reads = segment_.counters(peer, rank_).reads;
+  const std::uint64_t told = reads.load(std::memory_order_relaxed);
+  const std::uint64_t bit = std::uint64_t{1} << size_class_of(bytes);
+  if (((told & bit) != 0) != way.is_next_read()) {
+    reads.store(told ^ bit, std::memory_order_relaxed);
+  }
+  return way;
+}
+
+bool Messages::take(int peer, Receive& receive) {
+  receive.way = choose_way(peer, receive.buffer, receive.place.in, receive.do_both_send);
+  if (!receive.way.is_read()) {
+    return false;
+  }
+  if (reads_->read(peer, receive.place,
+                   {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()})) {
+    MessageWays::note(receive.way, {}, Deadline::Clock::now());
+    // Its sender has gone on filling the lane meanwhile.
+    Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
+    for (std::deque<Receive>* const overtaken : {&lane.matched, &lane.ahead}) {
+      for (Receive& each : *overtaken) {
+        MessageWays::drop(each.way);
+      }
+    }
+    return true;
+  }
+  MessageWays::drop(receive.way);
+  receive.way = {};
+  return false;
+}
+
+void Messages::note_come(int peer, const MessageWays::Way& way) {
+  if (reads_ == nullptr || carrier_to(peer) != nullptr) {
+    return;  // there is no other way
+  }
+  const MessageWays::Time now = Deadline::Clock::now();
+  Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
+  MessageWays::note(way, lane.last_come, now);
+  lane.last_come = now;
+}
+
+bool Messages::grant(int peer, Incoming& lane) {
+  LaneCounters& counters = segment_.counters(peer, rank_);
+  bool moved = false;
+  while (lane.granted < std::min(lane.matched.size(), kLaneDepth) && may_grant(peer)) {
+    const auto receive = lane.matched.begin() + static_cast<std::ptrdiff_t>(lane.granted);
+    const bool is_taken = take(peer, *receive);
+    const std::uint64_t ticket = counters.granted.load(std::memory_order_relaxed);
+    segment_.rings(peer, rank_).grants[ticket % kLaneDepth] =
+        receive->number | (is_taken ? kTaken : 0);
+    counters.granted.store(ticket + 1, std::memory_order_release);
+    doorbells_[static_cast<std::size_t>(peer)]->ring();
+    if (is_taken) {
+      OnDone on_done = std::move(receive->on_done);
+      lane.matched.erase(receive);
+      finish(on_done, peer);
+    } else {
+      if (MessageCarrier* const carrier = carrier_to(peer)) {
+        carrier->send_grant(peer, ticket, receive->number);
+      }
+      ++lane.granted;
+    }
+    moved = true;
+  }
+  return moved;
+}
+
+bool Messages::move_in(int peer, Incoming& lane) {
+  bool moved = false;
+  while (lane.granted != 0 && lane.channel->until_received().holds()) {
+    Receive& receive = lane.matched.front();
+    const std::span<const std::byte> arrived = lane.channel->slot();
+    const std::size_t bytes = std::min(segment_.channel(peer, rank_).slot_bytes,
+                                       receive.buffer.bytes() - receive.moved_bytes);
+    if (arrived.size() != bytes) {
+      throw_damaged(peer,
+                    join("has sent ", arrived.size(), " bytes of a message instead of ", bytes));
+    }
+    std::memcpy(static_cast<std::byte*>(receive.buffer.data) + receive.moved_bytes, arrived.data(),
+                bytes);
+    lane.channel->release();
+    receive.moved_bytes += bytes;
+    moved = true;
+    if (receive.moved_bytes == receive.buffer.bytes()) {
+      note_come(peer, receive.way);
+      OnDone on_done = std::move(receive.on_done);
+      lane.matched.pop_front();
+      --lane.granted;
+      finish(on_done, peer);
+    }
+  }
+  return moved;
+}
+
+bool Messages::copy_ahead(int peer, Incoming& lane) {
+  FilledAhead ahead = segment_.filled_ahead(peer, rank_);
+  bool moved = false;
+  while (!lane.ahead.empty()) {
+    Receive& receive = lane.ahead.front();
+    const auto blocks = static_cast<BlockSet>(receive.place.address);
+    const std::size_t bytes = receive.buffer.bytes();
+    const std::size_t before = std::exchange(
+        receive.moved_bytes, ahead.copy(blocks, static_cast<std::byte*>(receive.buffer.data), bytes,
+                                        receive.moved_bytes));
+    moved = moved || receive.moved_bytes != before;
+    if (receive.moved_bytes != bytes) {
+      break;
+    }
+    ahead.empty(blocks);
+    note_come(peer, receive.way);
+    OnDone on_done = std::move(receive.on_done);
+    lane.ahead.pop_front();
+    finish(on_done, peer);
+  }
+  return moved;
+}
+
+bool Messages::try_copy_ahead(int peer, BlockSet blocks, const Buffer& buffer, unsigned looks) {
+  Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
+  MessageWays::Way way =
+      choose_way(peer, buffer, MessagePlace::In::kAhead, /*do_both_send=*/out.has_announced);
+  FilledAhead ahead = segment_.filled_ahead(peer, rank_);
+  std::size_t done = 0;
+  for (unsigned left = looks; done != buffer.bytes();) {
+    const std::size_t before = std::exchange(
+        done, ahead.copy(blocks, static_cast<std::byte*>(buffer.data), buffer.bytes(), done));
+    if (done != before) {
+      left = looks;
+    } else if (--left == 0) {
+      MessageWays::drop(way);
+      return false;
+    } else {
+      spin_pause();
+    }
+  }
+  ahead.empty(blocks);
+  out.has_announced = false;
+  note_come(peer, way);
+  return true;
+}
+
+}  // namespace pydist

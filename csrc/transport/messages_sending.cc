@@ -1,0 +1,149 @@
+// What a rank does with the messages that it sends, see messages.h.
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "base/error.h"
+#include "transport/filled_ahead.h"
+#include "transport/messages.h"
+#include "tuning/tuning_class.h"
+
+namespace pydist {
+
+bool Messages::may_announce(int peer) const noexcept {
+  const LaneCounters& counters = segment_.counters(rank_, peer);
+  return counters.announced.load(std::memory_order_relaxed) -
+             counters.heard.load(std::memory_order_acquire) <
+         kLaneDepth;
+}
+
+MessagePlace Messages::place_of(int peer, const Buffer& buffer) const noexcept {
+  if (rides_along(rank_, peer, buffer) || carrier_to(peer) != nullptr) {
+    return {};
+  }
+  const MessagePlace own = reads_ != nullptr ? reads_->place_of(peer, buffer) : MessagePlace{};
+  const bool is_in_heap = own.in == MessagePlace::In::kSharedHeap;
+  const std::size_t bytes = buffer.bytes();
+  const FilledAhead ahead = segment_.filled_ahead(rank_, peer);
+  if (bytes > ahead.most_bytes()) {
+    return own;
+  }
+  if (bytes > kLongestNeverRead) {
+    const std::uint64_t reads =
+        segment_.counters(rank_, peer).reads.load(std::memory_order_relaxed);
+    if (is_in_heap || (reads >> size_class_of(bytes) & 1) != 0) {
+      return own;
+    }
+  }
+  if (const BlockSet blocks = ahead.find_free(bytes); blocks != 0) {
+    return {MessagePlace::In::kAhead, blocks};
+  }
+  return is_in_heap ? own : MessagePlace{};
+}
+
+void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer,
+                       const MessagePlace& place) {
+  Announcement& announcement = segment_.announcement(rank_, peer, number);
+  announcement.tag = tag;
+  announcement.count = buffer.count;
+  announcement.address = place.address;
+  announcement.dtype = buffer.dtype;
+  announcement.in = place.in;
+  announcement.riding_bytes = 0;
+  if (buffer.count != 0 && rides_along(rank_, peer, buffer)) {
+    announcement.riding_bytes = static_cast<std::uint32_t>(buffer.bytes());
+    std::memcpy(announcement.payload(), buffer.data, buffer.bytes());
+  }
+  segment_.counters(rank_, peer).announced.store(number + 1, std::memory_order_release);
+  if (MessageCarrier* const carrier = carrier_to(peer)) {
+    carrier->send_announcement(peer, number,
+                               {reinterpret_cast<const std::byte*>(&announcement),
+                                sizeof announcement + announcement.riding_bytes});
+  }
+  doorbells_[static_cast<std::size_t>(peer)]->ring();
+  if (place.in == MessagePlace::In::kAhead) {
+    segment_.filled_ahead(rank_, peer)
+        .fill(static_cast<BlockSet>(place.address), static_cast<const std::byte*>(buffer.data),
+              buffer.bytes());
+    doorbells_[static_cast<std::size_t>(peer)]->ring();
+  }
+}
+
+bool Messages::announce(int peer, Outgoing& lane) {
+  bool moved = false;
+  while (!lane.unannounced.empty() && may_announce(peer)) {
+    Send send = std::move(lane.unannounced.front());
+    lane.unannounced.pop_front();
+    send.number = segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed);
+    const MessagePlace place = place_of(peer, send.buffer);
+    publish(peer, send.number, send.tag, send.buffer, place);
+    send.in = place.in;
+    moved = true;
+    const bool rides = rides_along(rank_, peer, send.buffer);
+    lane.has_announced = lane.has_announced || !rides;
+    if (rides || send.in == MessagePlace::In::kAhead) {
+      finish(send.on_done, peer);
+    } else {
+      lane.announced.push_back(std::move(send));
+    }
+  }
+  return moved;
+}
+
+bool Messages::take_grants(int peer, Outgoing& lane) {
+  LaneCounters& counters = segment_.counters(rank_, peer);
+  const std::uint64_t granted = counters.granted.load(std::memory_order_acquire);
+  if (lane.grants_seen == granted) {
+    return false;
+  }
+  for (; lane.grants_seen != granted; ++lane.grants_seen) {
+    const std::uint64_t word = segment_.rings(rank_, peer).grants[lane.grants_seen % kLaneDepth];
+    const std::uint64_t number = word & ~kTaken;
+    const bool is_taken = (word & kTaken) != 0;
+    const auto send = std::find_if(lane.announced.begin(), lane.announced.end(),
+                                   [number](const Send& each) { return each.number == number; });
+    if (send == lane.announced.end()) {
+      throw_damaged(peer, join("grants message ", number, ", which was not announced"));
+    }
+    if (is_taken && send->in == MessagePlace::In::kNowhere) {
+      throw_damaged(peer, "says that it has copied a message out of memory that it can't read");
+    }
+    Send granted_send = std::move(*send);
+    lane.announced.erase(send);
+    if (is_taken) {
+      finish(granted_send.on_done, peer);
+    } else {
+      lane.granted.push_back(std::move(granted_send));
+    }
+  }
+  if (carrier_to(peer) == nullptr) {
+    counters.obeyed.store(granted, std::memory_order_release);
+    doorbells_[static_cast<std::size_t>(peer)]->ring();
+  }
+  return true;
+}
+
+bool Messages::move_out(int peer, Outgoing& lane) {
+  bool moved = false;
+  while (!lane.granted.empty() && lane.channel->until_free().holds()) {
+    Send& send = lane.granted.front();
+    const std::size_t bytes =
+        std::min(lane.channel->slot_bytes(), send.buffer.bytes() - send.moved_bytes);
+    std::memcpy(lane.channel->slot(),
+                static_cast<const std::byte*>(send.buffer.data) + send.moved_bytes, bytes);
+    lane.channel->send(bytes);
+    send.moved_bytes += bytes;
+    moved = true;
+    if (send.moved_bytes == send.buffer.bytes()) {
+      OnDone on_done = std::move(send.on_done);
+      lane.granted.pop_front();
+      finish(on_done, peer);
+    }
+  }
+  return moved;
+}
+
+}  // namespace pydist
