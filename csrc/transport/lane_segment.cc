@@ -12,7 +12,7 @@ std::size_t counters_bytes(const LaneTable& table) noexcept {
   return round_up(table.count() * sizeof(LaneCounters), page_bytes());
 }
 
-// Where no blocks are filled ahead.
+// Without blocks.
 LaneLayout layout_of(const LaneShape& shape, std::size_t slot_bytes) noexcept {
   LaneLayout its{.slot_bytes = slot_bytes};
   // Beyond some KiB, what a message waits for is the copying of its data; and all announcements of
@@ -31,7 +31,7 @@ LaneLayout layout_inside(const LaneShape& shape, std::size_t slot_bytes) noexcep
   if (shape.is_for_messages) {
     // Short, so that the receiver begins soon; all of them take as much as the slots.
     its.block_bytes = slot_bytes / 8;
-    its.bytes += round_up(kAheadBlocks * its.block_bytes, page_bytes());
+    its.bytes += round_up(kBlocksOfEach * its.block_bytes, page_bytes());
   }
   return its;
 }
@@ -110,8 +110,13 @@ LaneSegment::Lane LaneSegment::lane(int sender, int receiver) const noexcept {
 }
 
 void LaneSegment::reserve_lane(int sender, int receiver) const {
+  constexpr const char* kWhat = "what passes between two ranks";
   const Lane its = lane(sender, receiver);
-  segment_.reserve(its.offset, its.layout->bytes, "what passes between two ranks");
+  segment_.reserve(its.offset, its.layout->bytes, kWhat);
+  if (shape_.is_for_messages && its.layout == &inside_) {
+    segment_.reserve(lane(receiver, sender).offset + inside_.blocks,
+                     blocks(receiver, sender).size(), kWhat);
+  }
 }
 
 LaneCounters& LaneSegment::counters(int sender, int receiver) const noexcept {
@@ -146,10 +151,20 @@ ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
           shape_.release_every};
 }
 
-FilledAhead LaneSegment::filled_ahead(int sender, int receiver) const noexcept {
-  LaneCounters& ends = counters(sender, receiver);
-  const Lane its = lane(sender, receiver);
-  return {at(its.offset + its.layout->blocks), its.layout->block_bytes, ends.filled, ends.emptied};
+std::span<std::byte> LaneSegment::blocks(int sender, int receiver) const noexcept {
+  return {at(lane(sender, receiver).offset + inside_.blocks), kBlocksOfEach * inside_.block_bytes};
+}
+
+BlockPool LaneSegment::block_pool(int rank, int peer) const noexcept {
+  const auto words = [](LaneCounters& its) {
+    return BlockPool::Words{&its.filled, &its.given_back};
+  };
+  const auto [lower, higher] = std::minmax(rank, peer);
+  return {{blocks(lower, higher).data(), blocks(higher, lower).data()},
+          /*own_area=*/rank > peer ? std::size_t{1} : std::size_t{0},
+          inside_.block_bytes,
+          words(counters(rank, peer)),
+          words(counters(peer, rank))};
 }
 
 }  // namespace pydist

@@ -15,8 +15,9 @@
 //   receiver  hears the announcement; when a receive matches, grants message n
 //   sender    sends the granted message through the slots; receiver copies it out
 //
-// Inside a host the sender fills blocks beside the slots with a message of up to some 100 KiB while
-// it announces it, if there are free ones: then it is done with it, and no grant is needed.
+// Inside a host the sender fills blocks beside the slots with a message of up to twice a slot's
+// length while it announces it, if it has free ones (block_pool.h): it goes *ahead* of a grant, and
+// needs none.
 //
 // Where processes of one host may read each other's memory, the receiver may copy the data from
 // where its sender has it, and tell with its grant that it has.
@@ -32,6 +33,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -39,8 +41,9 @@
 #include "health/condition.h"
 #include "memory/shared_segment.h"
 #include "topology/placement.h"
-#include "transport/filled_ahead.h"
+#include "transport/block_pool.h"
 #include "transport/shm_channel.h"
+#include "tuning/tuning_class.h"
 
 namespace pydist {
 
@@ -56,7 +59,7 @@ struct MessagePlace {
     kNowhere,     // where nobody else can read it
     kProcess,     // at that address of the sender's process
     kSharedHeap,  // there in the sender's allocation heap, see HeapWindow
-    kAhead,       // in those blocks of the lane, a BlockSet
+    kAhead,       // in those blocks of the two ranks, a BlockSet
   };
   In in = In::kNowhere;
   std::uint64_t address = 0;
@@ -88,15 +91,24 @@ struct LaneCounters {
   alignas(64) Counter obeyed;     // by the sender: grants that it has seen; inside a host
   alignas(64) Counter sent;       // by the sender
   alignas(64) Counter released;   // by the receiver
-  alignas(64) Counter filled;     // by the sender: FilledAhead's, as the next one
-  alignas(64) Counter emptied;    // by the receiver
-  // By the receiver: size classes, a bit each, of which it would rather copy messages from where
-  // their sender has them, so that nothing is to be filled with them.
-  Counter reads;
+  // Of messages, inside a host. By the sender: BlockPool's words.
+  alignas(64) BlockWord filled;
+  BlockWord given_back;
+  // By the receiver: size classes, a bit each, of which it would rather read the messages where
+  // their sender has them than have blocks filled with them.
+  alignas(64) std::atomic<std::uint64_t> reads;
   // Of messages, between hosts: the sender has left the group, and what it has sent to the receiver
   // ends with kLastSegment (tcp/frame.h), which comes over a connection of the two.
   std::atomic<std::uint32_t> awaits_last_segment;
 };
+
+// The bit of messages of so many bytes in LaneCounters::reads, and whether it is set.
+[[nodiscard]] constexpr std::uint64_t bit_of_reads(std::size_t bytes) noexcept {
+  return std::uint64_t{1} << size_class_of(bytes);
+}
+[[nodiscard]] inline bool is_to_be_read(const LaneCounters& counters, std::size_t bytes) noexcept {
+  return (counters.reads.load(std::memory_order_relaxed) & bit_of_reads(bytes)) != 0;
+}
 
 // Followed by the announcements, if the lane is one for messages.
 struct alignas(64) LaneRings {
@@ -115,7 +127,7 @@ struct LaneShape {
   std::size_t bytes_for_a_host;
   std::size_t bytes_for_all_hosts;
   // Address space for the slots of all lanes inside a host, and as much for all others: it decides
-  // how long each slot is.
+  // how long each slot is. Blocks take as much again, inside a host.
   std::size_t all_bytes;
   bool is_for_messages;  // has announcements, and blocks that are filled ahead
 };
@@ -209,7 +221,7 @@ struct LaneLayout {
   std::size_t riding_bytes = 0;        // with an announcement, at most
   std::size_t announcement_bytes = 0;  // from one to the next
   std::size_t slots = 0;               // offset
-  std::size_t blocks = 0;              // offset of those that are filled ahead
+  std::size_t blocks = 0;              // offset of those that its sender begins with
   std::size_t block_bytes = 0;
   std::size_t bytes = 0;  // all
 };
@@ -226,7 +238,8 @@ class LaneSegment {
   [[nodiscard]] std::size_t window() const noexcept { return shape_.window; }
   // Those of the lanes of one sender.
   void reserve_counters(int sender) const;
-  // For the sender of a lane.
+  // For the sender of a lane. Inside a host its receiver's blocks come with it: they are filled
+  // from both ends.
   void reserve_lane(int sender, int receiver) const;
 
   [[nodiscard]] LaneCounters& counters(int sender, int receiver) const noexcept;
@@ -237,8 +250,11 @@ class LaneSegment {
   // How much data rides along with an announcement, at most; the same at both ends.
   [[nodiscard]] std::size_t most_riding_bytes(int sender, int receiver) const noexcept;
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
-  // Precondition: a set for messages, and both ranks are on this host.
-  [[nodiscard]] FilledAhead filled_ahead(int sender, int receiver) const noexcept;
+  // Those that the sender begins with.
+  [[nodiscard]] std::span<std::byte> blocks(int sender, int receiver) const noexcept;
+  // The end of `rank` of the one that it shares with `peer`. Precondition, of both: a set for
+  // messages, and both ranks are on this host.
+  [[nodiscard]] BlockPool block_pool(int rank, int peer) const noexcept;
 
  private:
   struct Lane {

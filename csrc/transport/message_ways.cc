@@ -56,7 +56,7 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
   Class& its = class_of(key);
   if (its.is_timing) {
     way.is_next_read_ = its.is_timing_read;
-    way.is_read_ = came == Came::kAnnounced ? its.is_timing_read : came == Came::kTold;
+    way.is_read_ = its.is_timing_read && came != Came::kAhead;
     return way;
   }
   const CandidateChooser::Plan plan = its.due ? *its.due : its.chooser.next();
@@ -71,8 +71,8 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
     }
   }
   way.is_next_read_ = plan.candidate == kRead;
-  way.is_read_ = came == Came::kAnnounced ? way.is_next_read_ : came == Came::kTold;
-  if (way.is_read_ != way.is_next_read_) {
+  way.is_read_ = way.is_next_read_ && came != Came::kAhead;
+  if (came == (way.is_next_read_ ? Came::kAhead : Came::kNotAhead)) {
     its.due = plan;
   } else if (plan.is_timed) {
     its.is_timing = true;

@@ -38,18 +38,19 @@ class MessageWays {
  public:
   using Time = Deadline::Clock::time_point;
 
-  // What is left to choose when it is asked for.
+  // How far it has come when its receiver asks for it.
   enum class Came : std::uint8_t {
-    kAnnounced,  // either way
-    kAhead,      // nothing: it is in the lane already, since its sender has not been told to wait
-    kTold,       // nothing: it is where its sender has it, who has been told to let it be read
+    kAnnounced,  // it is with its sender, as all of its length
+    kAhead,      // it is here: it can't be read any more
+    kNotAhead,   // it is with its sender, though others of its length are here by now: through the
+                 // lane it would take longer than those
   };
 
   // How one message comes.
   class Way {
    public:
     [[nodiscard]] bool is_read() const noexcept { return is_read_; }
-    // Whether the next ones of its class had better be: what to tell their sender.
+    // Whether the next ones of its class had better be, which is what to tell their sender.
     [[nodiscard]] bool is_next_read() const noexcept { return is_next_read_; }
 
    private:

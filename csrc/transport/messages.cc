@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "health/doorbell.h"
 #include "transport/shm_channel.h"
 
 namespace pydist {
@@ -25,6 +26,7 @@ Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell
       in.channel = carried->make_receiver(peer);
     } else {
       Doorbell& doorbell = *doorbells_[static_cast<std::size_t>(peer)];
+      out.blocks = segment_.block_pool(rank, peer);
       out.channel = std::make_unique<ShmSendChannel>(segment_.channel(rank, peer), peer, doorbell);
       in.channel =
           std::make_unique<ShmReceiveChannel>(segment_.channel(peer, rank), peer, doorbell);
@@ -43,7 +45,7 @@ void Messages::send(int peer, std::uint64_t tag, const Buffer& buffer, OnDone on
   ++pending_;
 }
 
-std::optional<MessagePlace> Messages::place_at_once(int peer, const Buffer& buffer) const noexcept {
+std::optional<MessagePlace> Messages::place_at_once(int peer, const Buffer& buffer) noexcept {
   if (carrier_to(peer) != nullptr || !is_idle() ||
       !outgoing_[static_cast<std::size_t>(peer)].is_reserved || !may_announce(peer)) {
     return std::nullopt;
@@ -56,8 +58,6 @@ std::optional<MessagePlace> Messages::place_at_once(int peer, const Buffer& buff
 
 void Messages::send_at_once(int peer, std::uint64_t tag, const Buffer& buffer,
                             const MessagePlace& place) noexcept {
-  Outgoing& lane = outgoing_[static_cast<std::size_t>(peer)];
-  lane.has_announced = lane.has_announced || place.in == MessagePlace::In::kAhead;
   publish(peer, segment_.counters(rank_, peer).announced.load(std::memory_order_relaxed), tag,
           buffer, place);
 }
@@ -68,7 +68,7 @@ Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer
     return AtOnce::kNever;
   }
   const bool rides = rides_along(peer, rank_, buffer);
-  if (!rides && buffer.bytes() > segment_.filled_ahead(peer, rank_).most_bytes()) {
+  if (!rides && buffer.bytes() > blocks_with(peer).most_bytes()) {
     return AtOnce::kNever;
   }
   LaneCounters& counters = segment_.counters(peer, rank_);
@@ -90,9 +90,19 @@ Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer
     return AtOnce::kNever;  // match() says what is wrong
   }
   if (!rides) {
-    if (announcement.in != MessagePlace::In::kAhead ||
-        !try_copy_ahead(peer, blocks_of(peer, announcement, buffer), buffer, looks)) {
+    Receive receive{.peer = peer, .tag = tag, .buffer = buffer, .on_done = nullptr};
+    receive.place = {announcement.in, blocks_of(peer, announcement, buffer)};
+    if (receive.place.in != MessagePlace::In::kAhead) {
       return AtOnce::kNever;
+    }
+    std::size_t before = 0;
+    for (unsigned look = 0; !copy_ahead(peer, receive); ++look) {
+      if (std::exchange(before, receive.moved_bytes) != receive.moved_bytes) {
+        look = 0;
+      } else if (look >= looks) {
+        return AtOnce::kNever;
+      }
+      spin_pause();
     }
   } else if (buffer.count != 0) {
     std::memcpy(buffer.data, place.payload(), buffer.bytes());
@@ -140,7 +150,7 @@ bool Messages::advance() {
       moved = move_in(peer, in) || moved;
     }
     if (!in.ahead.empty()) {
-      moved = copy_ahead(peer, in) || moved;
+      moved = move_ahead(peer, in) || moved;
     }
   }
   return moved;

@@ -55,6 +55,8 @@ class MessageReads {
 
   // Where `peer` finds a message of this rank's.
   [[nodiscard]] virtual MessagePlace place_of(int peer, const Buffer& buffer) const noexcept = 0;
+  // Whether it is done out of the processes of others.
+  [[nodiscard]] virtual bool may_read_processes() const noexcept = 0;
   // Copies what lies in a place of the rank `peer`, which keeps it there until it is told. False
   // where that can't be done, or it may have been something else by now: then the message comes
   // through its lane. Throws the group's failure.
@@ -82,10 +84,9 @@ class Messages {
   // From `peer`, or from anybody where there is none.
   void receive(std::optional<int> peer, std::uint64_t tag, const Buffer& buffer, OnDone on_done);
 
-  // Where a message is to lie that would ride along or be filled ahead, if nothing is in front of
-  // it and no memory is needed: send_at_once() puts it there. Nothing: it can't be sent so.
-  [[nodiscard]] std::optional<MessagePlace> place_at_once(int peer,
-                                                          const Buffer& buffer) const noexcept;
+  // Where a message is to lie that rides along or goes ahead: there send_at_once() puts it. None
+  // where it does neither, or something is in front of it, or its lane has no memory yet.
+  [[nodiscard]] std::optional<MessagePlace> place_at_once(int peer, const Buffer& buffer) noexcept;
   void send_at_once(int peer, std::uint64_t tag, const Buffer& buffer,
                     const MessagePlace& place) noexcept;
   // Receives such a message, if it is the next one and nothing else is under way. Unless it is
@@ -119,8 +120,9 @@ class Messages {
     std::uint64_t number = 0;
     MessagePlace place = {};    // at its sender
     bool do_both_send = false;  // this rank sends to that one, too
-    MessageWays::Way way = {};  // from its grant on, or its match if it was filled ahead
+    MessageWays::Way way = {};  // from its grant on
     std::size_t moved_bytes = 0;
+    MessageWays::Time begin = {};  // of the copying, if it has come ahead
   };
   // An announcement that has been heard, and the data that rides along with it.
   struct Heard {
@@ -137,12 +139,13 @@ class Messages {
   // To one peer.
   struct Outgoing {
     std::unique_ptr<SendChannel> channel;
+    BlockPool blocks;  // shared with that one, inside a host
     bool is_reserved = false;
     std::deque<Send> unannounced;
     std::list<Send> announced;  // waiting for their grant
     std::deque<Send> granted;
     std::uint64_t grants_seen = 0;
-    // Something that does not ride along, since the last such message came from there.
+    // Something that has to be granted, since the last such message came from there.
     bool has_announced = false;
   };
   // From one peer.
@@ -150,11 +153,14 @@ class Messages {
     std::unique_ptr<ReceiveChannel> channel;
     std::deque<Receive> matched;   // in the order of their grants
     std::size_t granted = 0;       // how many of them are
-    std::deque<Receive> ahead;     // matched as well: what was filled ahead, and is not all copied
+    std::deque<Receive> ahead;     // matched as well: what has come ahead, and is not all copied
     std::uint64_t told_heard = 0;  // between hosts
     MessageWays::Time last_come;   // when the last one had come through the lane
   };
 
+  [[nodiscard]] BlockPool& blocks_with(int peer) noexcept {
+    return outgoing_[static_cast<std::size_t>(peer)].blocks;
+  }
   // The carrier, where `peer` is on another host.
   [[nodiscard]] MessageCarrier* carrier_to(int peer) const noexcept {
     return carrier_ != nullptr && carrier_->reaches(peer) ? carrier_ : nullptr;
@@ -164,7 +170,7 @@ class Messages {
   }
   // Where a message is to lie for its receiver. Another time it may be another place: what its
   // receiver would rather read changes meanwhile.
-  [[nodiscard]] MessagePlace place_of(int peer, const Buffer& buffer) const noexcept;
+  [[nodiscard]] MessagePlace place_of(int peer, const Buffer& buffer) noexcept;
   // Fills in the announcement of message `number`, for which there is room, publishes it, and fills
   // the blocks that it names.
   void publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer,
@@ -177,27 +183,27 @@ class Messages {
   // Tells a rank on another host how many of its announcements have been heard, now and then: a
   // receive need not wait for that to be sent.
   void tell_heard(int peer, std::uint64_t heard);
-  // The blocks that an announcement names. Throws where there can't be such a message.
-  [[nodiscard]] BlockSet blocks_of(int peer, const Announcement& announcement,
-                                   const Buffer& buffer) const;
+  // The blocks that an announcement names, if it names any. Throws where such a message can't lie
+  // there.
+  BlockSet blocks_of(int peer, const Announcement& announcement, const Buffer& buffer);
   // Throws Mismatch.
   void require_alike(const Buffer& buffer, int peer, const Announcement& announcement) const;
   bool match(std::list<Receive>::iterator receive, const Heard& heard);
   // Whether there is room for one more grant.
   [[nodiscard]] bool may_grant(int peer) const noexcept;
   bool grant(int peer, Incoming& lane);
-  // Chooses the way of a message, and tells its sender where others had better go another way.
-  [[nodiscard]] MessageWays::Way choose_way(int peer, const Buffer& buffer, MessagePlace::In in,
-                                            bool do_both_send);
+  // Of a message that comes, or has come, from `begin` on: in what way, and its sender is told
+  // where the next ones of its length had better come in another.
+  [[nodiscard]] MessageWays::Way choose_way(int peer, const Receive& receive,
+                                            MessageWays::Time begin);
   // Copies a message from its sender if it comes that way.
   [[nodiscard]] bool take(int peer, Receive& receive);
   // It has come through the lane.
-  void note_come(int peer, const MessageWays::Way& way);
+  void note_come(int peer, const Receive& receive);
   bool move_in(int peer, Incoming& lane);
-  bool copy_ahead(int peer, Incoming& lane);
-  // The same at once, see try_receive(). Whether all was there.
-  [[nodiscard]] bool try_copy_ahead(int peer, BlockSet blocks, const Buffer& buffer,
-                                    unsigned looks);
+  // Copies what is there of a message that comes ahead, and has begun to. Whether that is all.
+  [[nodiscard]] bool copy_ahead(int peer, Receive& receive);
+  bool move_ahead(int peer, Incoming& lane);
   void finish(OnDone& on_done, int peer);
   // What `peer` has written into shared memory can't be.
   [[noreturn]] static void throw_damaged(int peer, const std::string& what);

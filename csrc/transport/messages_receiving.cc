@@ -9,7 +9,7 @@
 
 #include "base/error.h"
 #include "health/doorbell.h"
-#include "transport/filled_ahead.h"
+#include "transport/block_pool.h"
 #include "transport/messages.h"
 #include "tuning/tuning_class.h"
 
@@ -63,11 +63,12 @@ void Messages::tell_heard(int peer, std::uint64_t heard) {
   }
 }
 
-BlockSet Messages::blocks_of(int peer, const Announcement& announcement,
-                             const Buffer& buffer) const {
-  const auto blocks = static_cast<BlockSet>(announcement.address);
-  if (carrier_to(peer) != nullptr || blocks != announcement.address ||
-      !segment_.filled_ahead(peer, rank_).fit(blocks, buffer.bytes())) {
+BlockSet Messages::blocks_of(int peer, const Announcement& announcement, const Buffer& buffer) {
+  if (announcement.in != MessagePlace::In::kAhead) {
+    return 0;
+  }
+  const BlockSet blocks = announcement.address;
+  if (carrier_to(peer) != nullptr || !blocks_with(peer).may_hold(blocks, buffer.bytes())) {
     throw_damaged(peer,
                   join("has filled the wrong blocks with a message of ", buffer.bytes(), " bytes"));
   }
@@ -101,6 +102,9 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
     throw_damaged(peer, join("lets ", announcement.riding_bytes,
                              " bytes ride along with a message of ", bytes));
   }
+  if (!has_come) {
+    blocks_of(peer, announcement, receive->buffer);
+  }
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);
   if (has_come) {
@@ -112,14 +116,12 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
   }
   matched.number = heard.number;
   matched.place = {announcement.in, announcement.address};
-  matched.do_both_send =
-      std::exchange(outgoing_[static_cast<std::size_t>(peer)].has_announced, false);
   Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
   if (announcement.in == MessagePlace::In::kAhead) {
-    static_cast<void>(blocks_of(peer, announcement, matched.buffer));
-    matched.way = choose_way(peer, matched.buffer, announcement.in, matched.do_both_send);
     lane.ahead.push_back(std::move(matched));
   } else {
+    matched.do_both_send =
+        std::exchange(outgoing_[static_cast<std::size_t>(peer)].has_announced, false);
     lane.matched.push_back(std::move(matched));
   }
   return true;
@@ -133,36 +135,33 @@ bool Messages::may_grant(int peer) const noexcept {
                                             kLaneDepth;
 }
 
-MessageWays::Way Messages::choose_way(int peer, const Buffer& buffer, MessagePlace::In in,
-                                      bool do_both_send) {
-  if (in == MessagePlace::In::kNowhere || reads_ == nullptr || carrier_to(peer) != nullptr) {
-    return {};
-  }
-  const std::size_t bytes = buffer.bytes();
-  if (in == MessagePlace::In::kAhead && bytes <= kLongestNeverRead) {
-    return {};
-  }
-  const MessageWays::Time now = Deadline::Clock::now();
+MessageWays::Way Messages::choose_way(int peer, const Receive& receive, MessageWays::Time begin) {
+  const std::size_t bytes = receive.buffer.bytes();
+  const MessagePlace::In in = receive.place.in;
   if (in == MessagePlace::In::kSharedHeap) {
-    return ways_.choose(bytes, TunedMemory::kShared, do_both_send, now);
+    return ways_.choose(bytes, TunedMemory::kShared, receive.do_both_send, begin);
   }
-  if (bytes > segment_.filled_ahead(peer, rank_).most_bytes()) {
-    return ways_.choose(bytes, TunedMemory::kOrdinary, do_both_send, now);
+  if (bytes > blocks_with(peer).most_bytes()) {
+    return ways_.choose(bytes, TunedMemory::kOrdinary, receive.do_both_send, begin);
   }
+  // Of these the sender decides, so one class has all that it can be told of at a time.
   const MessageWays::Way way = ways_.choose(
-      bytes, TunedMemory::kOrdinary, do_both_send, now,
-      in == MessagePlace::In::kAhead ? MessageWays::Came::kAhead : MessageWays::Came::kTold);
-  Counter& reads = segment_.counters(peer, rank_).reads;
-  const std::uint64_t told = reads.load(std::memory_order_relaxed);
-  const std::uint64_t bit = std::uint64_t{1} << size_class_of(bytes);
-  if (((told & bit) != 0) != way.is_next_read()) {
-    reads.store(told ^ bit, std::memory_order_relaxed);
+      bytes, TunedMemory::kOrdinary, /*do_both_send=*/false, begin,
+      in == MessagePlace::In::kAhead ? MessageWays::Came::kAhead : MessageWays::Came::kNotAhead);
+  LaneCounters& counters = segment_.counters(peer, rank_);
+  if (is_to_be_read(counters, bytes) != way.is_next_read()) {
+    counters.reads.store(counters.reads.load(std::memory_order_relaxed) ^ bit_of_reads(bytes),
+                         std::memory_order_relaxed);
   }
   return way;
 }
 
 bool Messages::take(int peer, Receive& receive) {
-  receive.way = choose_way(peer, receive.buffer, receive.place.in, receive.do_both_send);
+  if (receive.place.in == MessagePlace::In::kNowhere || reads_ == nullptr ||
+      carrier_to(peer) != nullptr) {
+    return false;
+  }
+  receive.way = choose_way(peer, receive, Deadline::Clock::now());
   if (!receive.way.is_read()) {
     return false;
   }
@@ -170,11 +169,8 @@ bool Messages::take(int peer, Receive& receive) {
                    {static_cast<std::byte*>(receive.buffer.data), receive.buffer.bytes()})) {
     MessageWays::note(receive.way, {}, Deadline::Clock::now());
     // Its sender has gone on filling the lane meanwhile.
-    Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
-    for (std::deque<Receive>* const overtaken : {&lane.matched, &lane.ahead}) {
-      for (Receive& each : *overtaken) {
-        MessageWays::drop(each.way);
-      }
+    for (Receive& overtaken : incoming_[static_cast<std::size_t>(peer)].matched) {
+      MessageWays::drop(overtaken.way);
     }
     return true;
   }
@@ -183,13 +179,13 @@ bool Messages::take(int peer, Receive& receive) {
   return false;
 }
 
-void Messages::note_come(int peer, const MessageWays::Way& way) {
+void Messages::note_come(int peer, const Receive& receive) {
   if (reads_ == nullptr || carrier_to(peer) != nullptr) {
     return;  // there is no other way
   }
   const MessageWays::Time now = Deadline::Clock::now();
   Incoming& lane = incoming_[static_cast<std::size_t>(peer)];
-  MessageWays::note(way, lane.last_come, now);
+  MessageWays::note(receive.way, lane.last_come, now);
   lane.last_come = now;
 }
 
@@ -236,7 +232,7 @@ bool Messages::move_in(int peer, Incoming& lane) {
     receive.moved_bytes += bytes;
     moved = true;
     if (receive.moved_bytes == receive.buffer.bytes()) {
-      note_come(peer, receive.way);
+      note_come(peer, receive);
       OnDone on_done = std::move(receive.on_done);
       lane.matched.pop_front();
       --lane.granted;
@@ -246,51 +242,45 @@ bool Messages::move_in(int peer, Incoming& lane) {
   return moved;
 }
 
-bool Messages::copy_ahead(int peer, Incoming& lane) {
-  FilledAhead ahead = segment_.filled_ahead(peer, rank_);
+bool Messages::copy_ahead(int peer, Receive& receive) {
+  const Buffer& buffer = receive.buffer;
+  const BlockSet blocks = receive.place.address;
+  const bool is_timed =
+      buffer.bytes() > kLongestNeverRead && reads_ != nullptr && reads_->may_read_processes();
+  if (is_timed && receive.begin == MessageWays::Time()) {
+    receive.begin = Deadline::Clock::now();
+  }
+  BlockPool& pool = blocks_with(peer);
+  receive.moved_bytes =
+      pool.copy(blocks, static_cast<std::byte*>(buffer.data), buffer.bytes(), receive.moved_bytes);
+  if (receive.moved_bytes != buffer.bytes()) {
+    return false;
+  }
+  pool.empty(blocks);
+  if (is_timed) {
+    const MessageWays::Time now = Deadline::Clock::now();
+    const MessageWays::Way way = choose_way(peer, receive, receive.begin);
+    // Its sender has copied as much; a read would have saved it that.
+    MessageWays::note(way, {}, now + (now - receive.begin));
+  }
+  return true;
+}
+
+bool Messages::move_ahead(int peer, Incoming& lane) {
   bool moved = false;
   while (!lane.ahead.empty()) {
     Receive& receive = lane.ahead.front();
-    const auto blocks = static_cast<BlockSet>(receive.place.address);
-    const std::size_t bytes = receive.buffer.bytes();
-    const std::size_t before = std::exchange(
-        receive.moved_bytes, ahead.copy(blocks, static_cast<std::byte*>(receive.buffer.data), bytes,
-                                        receive.moved_bytes));
+    const std::size_t before = receive.moved_bytes;
+    const bool is_done = copy_ahead(peer, receive);
     moved = moved || receive.moved_bytes != before;
-    if (receive.moved_bytes != bytes) {
+    if (!is_done) {
       break;
     }
-    ahead.empty(blocks);
-    note_come(peer, receive.way);
     OnDone on_done = std::move(receive.on_done);
     lane.ahead.pop_front();
     finish(on_done, peer);
   }
   return moved;
-}
-
-bool Messages::try_copy_ahead(int peer, BlockSet blocks, const Buffer& buffer, unsigned looks) {
-  Outgoing& out = outgoing_[static_cast<std::size_t>(peer)];
-  MessageWays::Way way =
-      choose_way(peer, buffer, MessagePlace::In::kAhead, /*do_both_send=*/out.has_announced);
-  FilledAhead ahead = segment_.filled_ahead(peer, rank_);
-  std::size_t done = 0;
-  for (unsigned left = looks; done != buffer.bytes();) {
-    const std::size_t before = std::exchange(
-        done, ahead.copy(blocks, static_cast<std::byte*>(buffer.data), buffer.bytes(), done));
-    if (done != before) {
-      left = looks;
-    } else if (--left == 0) {
-      MessageWays::drop(way);
-      return false;
-    } else {
-      spin_pause();
-    }
-  }
-  ahead.empty(blocks);
-  out.has_announced = false;
-  note_come(peer, way);
-  return true;
 }
 
 }  // namespace pydist

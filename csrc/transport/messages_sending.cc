@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "transport/filled_ahead.h"
+#include "transport/block_pool.h"
 #include "transport/messages.h"
 #include "tuning/tuning_class.h"
 
@@ -20,28 +20,21 @@ bool Messages::may_announce(int peer) const noexcept {
          kLaneDepth;
 }
 
-MessagePlace Messages::place_of(int peer, const Buffer& buffer) const noexcept {
+MessagePlace Messages::place_of(int peer, const Buffer& buffer) noexcept {
   if (rides_along(rank_, peer, buffer) || carrier_to(peer) != nullptr) {
     return {};
   }
-  const MessagePlace own = reads_ != nullptr ? reads_->place_of(peer, buffer) : MessagePlace{};
-  const bool is_in_heap = own.in == MessagePlace::In::kSharedHeap;
   const std::size_t bytes = buffer.bytes();
-  const FilledAhead ahead = segment_.filled_ahead(rank_, peer);
-  if (bytes > ahead.most_bytes()) {
+  const MessagePlace own = reads_ != nullptr ? reads_->place_of(peer, buffer) : MessagePlace{};
+  const bool is_better_read = own.in == MessagePlace::In::kSharedHeap ||
+                              (own.in == MessagePlace::In::kProcess &&
+                               is_to_be_read(segment_.counters(rank_, peer), bytes));
+  BlockPool& pool = blocks_with(peer);
+  if (bytes > pool.most_bytes() || (bytes > kLongestNeverRead && is_better_read)) {
     return own;
   }
-  if (bytes > kLongestNeverRead) {
-    const std::uint64_t reads =
-        segment_.counters(rank_, peer).reads.load(std::memory_order_relaxed);
-    if (is_in_heap || (reads >> size_class_of(bytes) & 1) != 0) {
-      return own;
-    }
-  }
-  if (const BlockSet blocks = ahead.find_free(bytes); blocks != 0) {
-    return {MessagePlace::In::kAhead, blocks};
-  }
-  return is_in_heap ? own : MessagePlace{};
+  const BlockSet blocks = pool.find(bytes);
+  return blocks != 0 ? MessagePlace{MessagePlace::In::kAhead, blocks} : own;
 }
 
 void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const Buffer& buffer,
@@ -65,9 +58,8 @@ void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const 
   }
   doorbells_[static_cast<std::size_t>(peer)]->ring();
   if (place.in == MessagePlace::In::kAhead) {
-    segment_.filled_ahead(rank_, peer)
-        .fill(static_cast<BlockSet>(place.address), static_cast<const std::byte*>(buffer.data),
-              buffer.bytes());
+    blocks_with(peer).fill(place.address, static_cast<const std::byte*>(buffer.data),
+                           buffer.bytes());
     doorbells_[static_cast<std::size_t>(peer)]->ring();
   }
 }
@@ -82,12 +74,11 @@ bool Messages::announce(int peer, Outgoing& lane) {
     publish(peer, send.number, send.tag, send.buffer, place);
     send.in = place.in;
     moved = true;
-    const bool rides = rides_along(rank_, peer, send.buffer);
-    lane.has_announced = lane.has_announced || !rides;
-    if (rides || send.in == MessagePlace::In::kAhead) {
+    if (rides_along(rank_, peer, send.buffer) || send.in == MessagePlace::In::kAhead) {
       finish(send.on_done, peer);
     } else {
       lane.announced.push_back(std::move(send));
+      lane.has_announced = true;
     }
   }
   return moved;

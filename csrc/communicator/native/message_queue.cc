@@ -57,8 +57,8 @@ void MessageQueue::enqueue(Operation operation, Deadline deadline,
   pending_count_.fetch_add(1);
 }
 
-// Note [Messages at once]: as Note [At once], for what rides in its announcement. It takes no queue
-// and wakes no thread of this process.
+// Note [Messages at once]: as Note [At once], for what rides in its announcement or is filled
+// ahead. It takes no queue and wakes no thread of this process.
 bool MessageQueue::try_at_once(const Operation& operation, bool may_wait) {
   Right right = try_attend();
   if (!right) {

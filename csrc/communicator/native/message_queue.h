@@ -31,9 +31,9 @@ class MessageQueue final : public WaitableDrivable {
   // The same for a caller that waits for the work next, and so drives it: no thread is woken.
   [[nodiscard]] WorkPtr submit_awaited(Operation operation, Deadline deadline);
 
-  // Runs a short message on this thread, where nothing is in front of it, and a receive's has come
-  // or `may_wait` and it comes soon. False: nothing has happened. Throws the group's failure where
-  // the ends differ.
+  // Runs a message on this thread that its sender need not wait with, where nothing is in front of
+  // it, and a receive's has come or `may_wait` and it comes soon. False: nothing has happened, but
+  // the buffer of a receive may have changed. Throws the group's failure where the ends differ.
   [[nodiscard]] bool try_at_once(const Operation& operation, bool may_wait);
 
   [[nodiscard]] std::string diagnosis() override;

@@ -30,6 +30,10 @@ class ReadsInGroup final : public MessageReads {
     return {MessagePlace::In::kProcess, reinterpret_cast<std::uintptr_t>(buffer.data)};
   }
 
+  [[nodiscard]] bool may_read_processes() const noexcept override {
+    return group_->reads_processes();
+  }
+
   [[nodiscard]] bool read(int peer, const MessagePlace& place,
                           std::span<std::byte> target) const override {
     const bool is_read = place.in == MessagePlace::In::kSharedHeap

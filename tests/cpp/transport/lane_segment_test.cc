@@ -95,8 +95,7 @@ TEST(LaneSegmentTest, NoLaneReachesIntoAnother) {
             const std::byte*& lane_end = ends[rings];
             lane_end = slots.slots + slots.slot_bytes * slots.slot_count;
             if (shape.is_for_messages && table.is_inside(sender, receiver)) {
-              const std::span<const std::byte> blocks =
-                  lanes.filled_ahead(sender, receiver).memory();
+              const std::span<const std::byte> blocks = lanes.blocks(sender, receiver);
               EXPECT_LE(lane_end, blocks.data());
               lane_end = blocks.data() + blocks.size();
             }

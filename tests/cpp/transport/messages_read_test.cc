@@ -34,6 +34,9 @@ struct Reader {
                                         const Buffer& buffer) const noexcept override {
       return {reader_.in, reinterpret_cast<std::uintptr_t>(buffer.data)};
     }
+    [[nodiscard]] bool may_read_processes() const noexcept override {
+      return reader_.in == MessagePlace::In::kProcess;
+    }
     [[nodiscard]] bool read(int /*peer*/, const MessagePlace& place,
                             std::span<std::byte> target) const override {
       ++reader_.reads;
@@ -103,25 +106,26 @@ TEST(MessagesReadTest, TheShortestInSharedMemoryAreNotRead) {
   Messages sender = host.join(0, reader.reads_of());
   Messages receiver = host.join(1, reader.reads_of());
   const std::size_t most = Messages::kLongestNeverRead / sizeof(std::uint32_t);
-  const int blocks = static_cast<int>(kAheadBlocks);
-  for (const std::size_t count : {most, most + 1}) {
-    const bool is_short = count == most;
-    reader.reads = 0;
-    std::vector<std::uint32_t> sent = text(count, 1);
-    std::vector<std::uint32_t> got(count, 0);
-    for (int i = 0; i < blocks + 1; ++i) {
-      sender.send(1, 7, buffer(sent), ignore);
-    }
-    advance_both(sender, receiver);
-    for (int i = 0; i < blocks + 1; ++i) {
-      std::fill(got.begin(), got.end(), 0);
-      receiver.receive(0, 7, buffer(got), ignore);
-      advance_both(sender, receiver);
-      EXPECT_EQ(got, sent);
-    }
-    EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
-    EXPECT_EQ(reader.reads, is_short ? 0 : blocks + 1);
+  const int blocks = kBlocksOfEach;
+  // All are announced before any is asked for: more than there are blocks, of the short ones.
+  std::vector<std::vector<std::uint32_t>> sent;
+  std::vector<std::vector<std::uint32_t>> got;
+  for (int i = 0; i < blocks + 5; ++i) {
+    sent.push_back(text(i < 3 ? most + 1 : most, static_cast<std::uint32_t>(i)));
+    got.emplace_back(sent.back().size(), 0);
+    sender.send(1, static_cast<std::uint64_t>(i), buffer(sent.back()), ignore);
   }
+  std::vector<std::uint32_t> nothing;
+  receiver.receive(0, 99, buffer(nothing), ignore);
+  sender.send(1, 99, buffer(nothing), ignore);
+  advance_both(sender, receiver);
+  for (std::size_t i = 0; i < sent.size(); ++i) {
+    receiver.receive(0, i, buffer(got[i]), ignore);
+  }
+  advance_both(sender, receiver);
+  EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
+  EXPECT_EQ(got, sent);
+  EXPECT_EQ(reader.reads, 5) << "three that are longer, and two for which no block was left";
 }
 
 TEST(MessagesReadTest, WhatLiesNowhereComesThroughTheLane) {
@@ -214,6 +218,58 @@ TEST(MessagesReadTest, WhatIsBetterReadIsNoLongerFilledAhead) {
       EXPECT_EQ(got, *each);
     }
     EXPECT_EQ(reader.reads, 2 * time);
+  }
+}
+
+// Where processes can't be read, nobody waits for it.
+TEST(MessagesReadTest, WhatCannotBeReadGoesOnComingAhead) {
+  constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 1, .always_tries = true};
+  HostOfRanks host(2);
+  Reader reader{.in = MessagePlace::In::kNowhere};
+  Messages sender = host.join(0, reader.reads_of(), MessageWays(kRestless));
+  Messages receiver = host.join(1, reader.reads_of(), ways_that_read());
+  std::vector<std::uint32_t> sent = text(10'000, 1);
+  for (int time = 0; time < 50; ++time) {
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    sender.send(1, 0, buffer(sent), ignore);
+    sender.advance();
+    EXPECT_TRUE(sender.is_idle()) << time;
+    receiver.receive(0, 0, buffer(got), ignore);
+    advance_both(sender, receiver);
+    EXPECT_EQ(got, sent);
+  }
+  EXPECT_EQ(host.lanes().counters(0, 1).reads.load(), 0U);
+}
+
+// Whatever else goes on between the two: trying never comes to an end.
+TEST(MessagesReadTest, BothWaysAreTriedWhoeverSendsMore) {
+  constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 1, .always_tries = true};
+  constexpr int kTimes = 100;
+  for (const bool is_asked_late : {false, true}) {
+    HostOfRanks host(2);
+    Reader reader;
+    Messages one = host.join(0, reader.reads_of(), MessageWays(kRestless));
+    Messages other = host.join(1, reader.reads_of(), MessageWays(kRestless));
+    std::vector<std::uint32_t> sent = text(10'000, 1);
+    for (int time = 0; time < kTimes; ++time) {
+      if (time == kTimes / 2) {
+        reader.reads = 0;
+      }
+      std::vector<std::vector<std::uint32_t>> got(3, std::vector<std::uint32_t>(sent.size(), 0));
+      one.send(1, 0, buffer(sent), ignore);
+      one.send(1, 0, buffer(sent), ignore);
+      other.send(0, 0, buffer(sent), ignore);
+      if (is_asked_late) {
+        advance_both(one, other);
+      }
+      other.receive(0, 0, buffer(got[0]), ignore);
+      other.receive(0, 0, buffer(got[1]), ignore);
+      one.receive(1, 0, buffer(got[2]), ignore);
+      advance_both(one, other);
+      ASSERT_EQ(got, std::vector(3, sent));
+    }
+    EXPECT_GT(reader.reads, kTimes / 8);
+    EXPECT_LT(reader.reads, 3 * kTimes / 2);
   }
 }
 

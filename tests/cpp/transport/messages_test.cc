@@ -150,7 +150,7 @@ TEST(MessagesTest, WhatIsFilledAheadWaitsForNobody) {
   HostOfRanks host(2);
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
-  const std::size_t block = host.most_ahead() / (kAheadBlocks / 2);
+  const std::size_t block = host.most_ahead() / (kBlocksOfEach / 2);
   for (const std::size_t count :
        {host.most_riding() + 1, block - 1, block, block + 1, 3 * block + 7, host.most_ahead()}) {
     std::vector<std::uint32_t> sent = text(count, 1);
@@ -340,7 +340,7 @@ TEST(MessagesTest, ManyLargeOnesBeforeAnybodyAsks) {
 TEST(MessagesTest, ARankSendsToItself) {
   HostOfRanks host(1);
   Messages messages = host.join(0);
-  for (const std::size_t count : {0u, 3u, 300'000u}) {
+  for (const std::size_t count : {0u, 3u, 100'000u, 300'000u}) {
     auto sent = text(count, 4);
     std::vector<std::uint32_t> got(count);
     int done = 0;
@@ -523,11 +523,15 @@ TEST(MessagesTest, WhatIsFilledAheadGoesAtOnceUntilTheBlocksAreFull) {
   }
   // One that has been announced, but is not all there, is received by advance().
   send_at_once(sender, 5, sent);
-  Counter& filled = host.lanes().counters(0, 1).filled;
+  const LaneCounters& counters = host.lanes().counters(0, 1);
+  const BlockSet blocks = host.lanes().announcement(0, 1, counters.announced.load() - 1).address;
+  BlockWord& filled = host.lanes().counters(0, 1).filled;
   const std::uint64_t all = filled.load();
-  filled.store(all ^ 1);
-  EXPECT_EQ(receiver.try_receive(0, 5, buffer(got), /*looks=*/3), AtOnce::kNever);
+  filled.store(all ^ (blocks & (blocks - 1)));  // only the first one is full
   std::fill(got.begin(), got.end(), 0);
+  EXPECT_EQ(receiver.try_receive(0, 5, buffer(got), /*looks=*/3), AtOnce::kNever);
+  EXPECT_EQ(got[1], sent[1]) << "it was copied";
+  EXPECT_EQ(got.back(), 0U);
   receiver.receive(0, 5, buffer(got), ignore);
   while (receiver.advance()) {
   }
@@ -537,6 +541,35 @@ TEST(MessagesTest, WhatIsFilledAheadGoesAtOnceUntilTheBlocksAreFull) {
   }
   EXPECT_TRUE(sender.is_idle() && receiver.is_idle());
   EXPECT_EQ(got, sent);
+}
+
+// Both at once all the time, where nothing is under way, and of every length that may go so.
+TEST(MessagesTest, BothEndsAtOnceOnThreads) {
+  constexpr std::uint32_t kMessages = 2'000;
+  HostOfRanks host(2);
+  const std::size_t most = host.most_ahead();
+  host.run([&](int rank, Messages& messages) {
+    const int peer = 1 - rank;
+    std::vector<std::uint32_t> none;
+    messages.send(peer, 0, buffer(none), ignore);
+    messages.receive(peer, 0, buffer(none), ignore);
+    host.drain(rank, messages);
+    for (std::uint32_t number = 0; number < kMessages; ++number) {
+      const std::size_t count = number * 7'919 % most;
+      std::vector<std::uint32_t> sent = text(count, 2 * number + static_cast<std::uint32_t>(rank));
+      std::vector<std::uint32_t> got(count, 0);
+      if (const auto place = messages.place_at_once(peer, buffer(sent))) {
+        messages.send_at_once(peer, number, buffer(sent), *place);
+      } else {
+        messages.send(peer, number, buffer(sent), ignore);
+      }
+      if (messages.try_receive(peer, number, buffer(got), /*looks=*/100) != AtOnce::kDone) {
+        messages.receive(peer, number, buffer(got), ignore);
+      }
+      host.drain(rank, messages);
+      EXPECT_EQ(got, text(count, 2 * number + static_cast<std::uint32_t>(peer)));
+    }
+  });
 }
 
 TEST(MessagesTest, NothingOvertakesAtOnce) {

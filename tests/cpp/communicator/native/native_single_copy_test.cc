@@ -174,7 +174,7 @@ const RankProgram send_until_it_dies("send_until_it_dies", [](RankOfTest& self,
 });
 
 TEST(NativeSingleCopyTest, ASenderThatDiesIsNamedToTheReceiver) {
-  for (const int count : {2'000, 400'000}) {
+  for (const int count : {2'000, 100'000, 400'000}) {
     for (int delay_ms = 0; delay_ms < 8; delay_ms += 3) {
       for (const char* const memory : {" ordinary", " heap"}) {
         RankProcesses ranks("send_until_it_dies", 2, std::to_string(count) + memory);

@@ -1,0 +1,96 @@
+// Blocks of shared memory that two ranks of a host pass to and fro: one fills some with a message
+// and the other empties them, and has them to fill from then on. So a sender need not wait for its
+// receiver, and a message that nobody asks for keeps its blocks and is in nobody's way.
+//
+// Note [Filled where it was read]
+// Each rank begins with as many blocks of its own. It fills those that it has emptied last: then it
+// writes lines that its cache holds since it has read them. Lines that it had filled itself, and
+// that the other one has read, would have to be taken back from that one's cache first, which
+// takes a third longer between cores that share no cache. (Collectives do the same: see decision
+// 11 of the documentation.)
+// Where messages go one way, their receiver would soon have all blocks. So it keeps as many as it
+// began with, and gives others back: not those that it has just emptied, but the ones before.
+//
+// Of each end there are two words in shared memory, with a bit for each block that it alone writes:
+// one is turned over when it has filled the block, the other when it gives the block back. Each
+// end remembers what it has seen of the other's words, and which blocks it has.
+
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace pydist {
+
+// Some of the blocks, a bit each. The bytes of a message lie in its blocks in the order of the
+// bits.
+using BlockSet = std::uint64_t;
+using BlockWord = std::atomic<BlockSet>;
+
+inline constexpr int kBlocksOfEach = 32;  // as many as a rank begins with
+
+class BlockPool {
+ public:
+  struct Words {
+    BlockWord* filled;
+    BlockWord* given_back;
+  };
+  // Each has kBlocksOfEach blocks: of the rank of the lower number, and of the higher.
+  using Areas = std::array<std::byte*, 2>;
+
+  BlockPool() = default;
+  // One end of it, which begins with the blocks of `own_area`. All memory is zeroed before the
+  // first use, and outlives both ends. Of a rank and itself both areas are the same, and so are the
+  // words; there is one end.
+  BlockPool(const Areas& areas, std::size_t own_area, std::size_t block_bytes, Words own,
+            Words other) noexcept;
+
+  // Of a message, so that several fit.
+  [[nodiscard]] std::size_t most_bytes() const noexcept {
+    return static_cast<std::size_t>(kBlocksOfEach) / 2 * block_bytes_;
+  }
+
+  // Blocks to fill with so many bytes, more than 0; none where this end has too few. All blocks
+  // have memory by then.
+  [[nodiscard]] BlockSet find(std::size_t bytes) noexcept;
+  // `blocks`: what find() has just found. Each is full as soon as its part of the message is there.
+  void fill(BlockSet blocks, const std::byte* data, std::size_t bytes) noexcept;
+
+  // Whether the other end may have filled them with a message of so many bytes.
+  [[nodiscard]] bool may_hold(BlockSet blocks, std::size_t bytes) const noexcept;
+  // Of a message whose first bytes up to `done`, the end of a block, have been copied: copies what
+  // has come since. Returns up to where.
+  [[nodiscard]] std::size_t copy(BlockSet blocks, std::byte* target, std::size_t bytes,
+                                 std::size_t done) const noexcept;
+  // All of the message has been copied.
+  void empty(BlockSet blocks) noexcept;
+
+ private:
+  [[nodiscard]] std::size_t count_for(std::size_t bytes) const noexcept {
+    return (bytes + block_bytes_ - 1) / block_bytes_;
+  }
+  [[nodiscard]] std::byte* block(int number) const noexcept {
+    return areas_[static_cast<std::size_t>(number / kBlocksOfEach)] +
+           static_cast<std::size_t>(number % kBlocksOfEach) * block_bytes_;
+  }
+  void add(BlockSet blocks) noexcept;
+  // What the other end has given back.
+  void take_back() noexcept;
+  // So many, but not of those that were emptied last.
+  void give_back(std::size_t count, std::size_t kept_last) noexcept;
+
+  Areas areas_ = {};
+  std::size_t block_bytes_ = 0;
+  Words own_ = {};
+  Words other_ = {};
+  BlockSet seen_filled_ = 0;  // of the other's words
+  BlockSet seen_given_back_ = 0;
+  // Those that this end may fill, and their numbers: the one that was emptied last is the last.
+  BlockSet free_ = 0;
+  std::array<std::uint8_t, 2 * kBlocksOfEach> order_ = {};
+  std::size_t free_count_ = 0;
+};
+
+}  // namespace pydist
