@@ -15,10 +15,10 @@ void turn_over(BlockWord& word, BlockSet blocks) noexcept {
 
 }  // namespace
 
-BlockPool::BlockPool(const Areas& areas, std::size_t own_area, std::size_t block_bytes, Words own,
-                     Words other) noexcept
-    : areas_(areas), block_bytes_(block_bytes), own_(own), other_(other) {
-  add(((BlockSet{1} << kBlocksOfEach) - 1) << (own_area * kBlocksOfEach));
+BlockPool::BlockPool(const Areas& areas, std::size_t own_area, const Shape& shape, const Words& own,
+                     const Words& other) noexcept
+    : areas_(areas), shape_(shape), own_(own), other_(other) {
+  add(((BlockSet{1} << shape.blocks) - 1) << (own_area * shape.blocks));
 }
 
 void BlockPool::add(BlockSet blocks) noexcept {
@@ -38,7 +38,7 @@ void BlockPool::take_back() noexcept {
 }
 
 BlockSet BlockPool::find(std::size_t bytes) noexcept {
-  if (free_count_ < static_cast<std::size_t>(kBlocksOfEach)) {
+  if (free_count_ < shape_.blocks) {
     take_back();
   }
   const std::size_t count = count_for(bytes);
@@ -51,12 +51,16 @@ BlockSet BlockPool::find(std::size_t bytes) noexcept {
   return found;
 }
 
-void BlockPool::fill(BlockSet blocks, const std::byte* data, std::size_t bytes) noexcept {
+void BlockPool::pass(BlockSet blocks) noexcept {
   free_ &= ~blocks;
   free_count_ -= static_cast<std::size_t>(std::popcount(blocks));
+}
+
+void BlockPool::fill(BlockSet blocks, const std::byte* data, std::size_t bytes) noexcept {
+  pass(blocks);
   for (; blocks != 0; blocks &= blocks - 1) {
     const int number = std::countr_zero(blocks);
-    const std::size_t piece = std::min(bytes, block_bytes_);
+    const std::size_t piece = std::min(bytes, shape_.block_bytes);
     std::memcpy(block(number), data, piece);
     turn_over(*own_.filled, bit_of(number));
     data += piece;
@@ -65,13 +69,14 @@ void BlockPool::fill(BlockSet blocks, const std::byte* data, std::size_t bytes) 
 }
 
 bool BlockPool::may_hold(BlockSet blocks, std::size_t bytes) const noexcept {
-  return bytes != 0 && bytes <= most_bytes() && (blocks & free_) == 0 &&
-         static_cast<std::size_t>(std::popcount(blocks)) == count_for(bytes);
+  return bytes != 0 && bytes <= most_bytes() && is_passed(blocks) &&
+         static_cast<std::size_t>(std::popcount(blocks)) == count_for(bytes) &&
+         (blocks >> shape_.blocks >> shape_.blocks) == 0;
 }
 
 std::size_t BlockPool::copy(BlockSet blocks, std::byte* target, std::size_t bytes,
                             std::size_t done) const noexcept {
-  for (std::size_t skipped = 0; skipped < done; skipped += block_bytes_) {
+  for (std::size_t skipped = 0; skipped < done; skipped += shape_.block_bytes) {
     blocks &= blocks - 1;
   }
   for (; blocks != 0; blocks &= blocks - 1) {
@@ -80,7 +85,7 @@ std::size_t BlockPool::copy(BlockSet blocks, std::byte* target, std::size_t byte
     if ((full & bit_of(number)) == 0) {
       break;
     }
-    const std::size_t piece = std::min(bytes - done, block_bytes_);
+    const std::size_t piece = std::min(bytes - done, shape_.block_bytes);
     std::memcpy(target + done, block(number), piece);
     done += piece;
   }
@@ -89,10 +94,14 @@ std::size_t BlockPool::copy(BlockSet blocks, std::byte* target, std::size_t byte
 
 void BlockPool::empty(BlockSet blocks) noexcept {
   seen_filled_ ^= blocks;
+  accept(blocks);
+}
+
+void BlockPool::accept(BlockSet blocks) noexcept {
   take_back();
   add(blocks & ~free_);
-  if (free_count_ > kBlocksOfEach) {
-    give_back(free_count_ - kBlocksOfEach, static_cast<std::size_t>(std::popcount(blocks)));
+  if (free_count_ > shape_.blocks) {
+    give_back(free_count_ - shape_.blocks, static_cast<std::size_t>(std::popcount(blocks)));
   }
 }
 

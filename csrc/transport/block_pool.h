@@ -29,27 +29,33 @@ namespace pydist {
 using BlockSet = std::uint64_t;
 using BlockWord = std::atomic<BlockSet>;
 
-inline constexpr int kBlocksOfEach = 32;  // as many as a rank begins with
-
 class BlockPool {
  public:
   struct Words {
     BlockWord* filled;
     BlockWord* given_back;
   };
-  // Each has kBlocksOfEach blocks: of the rank of the lower number, and of the higher.
+  // What the rank of the lower number begins with, and the other one: each with as many blocks.
   using Areas = std::array<std::byte*, 2>;
+
+  // Of each rank, in the beginning.
+  struct Shape {
+    std::size_t blocks;  // up to 32
+    std::size_t block_bytes;
+  };
 
   BlockPool() = default;
   // One end of it, which begins with the blocks of `own_area`. All memory is zeroed before the
   // first use, and outlives both ends. Of a rank and itself both areas are the same, and so are the
   // words; there is one end.
-  BlockPool(const Areas& areas, std::size_t own_area, std::size_t block_bytes, Words own,
-            Words other) noexcept;
+  BlockPool(const Areas& areas, std::size_t own_area, const Shape& shape, const Words& own,
+            const Words& other) noexcept;
+
+  [[nodiscard]] std::size_t block_bytes() const noexcept { return shape_.block_bytes; }
 
   // Of a message, so that several fit.
   [[nodiscard]] std::size_t most_bytes() const noexcept {
-    return static_cast<std::size_t>(kBlocksOfEach) / 2 * block_bytes_;
+    return shape_.blocks / 2 * shape_.block_bytes;
   }
 
   // Blocks to fill with so many bytes, more than 0; none where this end has too few. All blocks
@@ -67,13 +73,22 @@ class BlockPool {
   // All of the message has been copied.
   void empty(BlockSet blocks) noexcept;
 
- private:
-  [[nodiscard]] std::size_t count_for(std::size_t bytes) const noexcept {
-    return (bytes + block_bytes_ - 1) / block_bytes_;
+  // For who has another way to tell the other end of it: what find() has just found is the other's
+  // from now on; and this end has been told so, and has emptied them.
+  void pass(BlockSet blocks) noexcept;
+  void accept(BlockSet blocks) noexcept;
+  // Whether there is such a block, which this end doesn't have.
+  [[nodiscard]] bool is_passed(BlockSet blocks) const noexcept {
+    return (blocks & free_) == 0 && (blocks >> shape_.blocks >> shape_.blocks) == 0;
   }
   [[nodiscard]] std::byte* block(int number) const noexcept {
-    return areas_[static_cast<std::size_t>(number / kBlocksOfEach)] +
-           static_cast<std::size_t>(number % kBlocksOfEach) * block_bytes_;
+    const auto index = static_cast<std::size_t>(number);
+    return areas_[index / shape_.blocks] + index % shape_.blocks * shape_.block_bytes;
+  }
+
+ private:
+  [[nodiscard]] std::size_t count_for(std::size_t bytes) const noexcept {
+    return (bytes + shape_.block_bytes - 1) / shape_.block_bytes;
   }
   void add(BlockSet blocks) noexcept;
   // What the other end has given back.
@@ -82,14 +97,14 @@ class BlockPool {
   void give_back(std::size_t count, std::size_t kept_last) noexcept;
 
   Areas areas_ = {};
-  std::size_t block_bytes_ = 0;
+  Shape shape_ = {};
   Words own_ = {};
   Words other_ = {};
   BlockSet seen_filled_ = 0;  // of the other's words
   BlockSet seen_given_back_ = 0;
   // Those that this end may fill, and their numbers: the one that was emptied last is the last.
   BlockSet free_ = 0;
-  std::array<std::uint8_t, 2 * kBlocksOfEach> order_ = {};
+  std::array<std::uint8_t, 64> order_ = {};
   std::size_t free_count_ = 0;
 };
 

@@ -12,27 +12,21 @@ std::size_t counters_bytes(const LaneTable& table) noexcept {
   return round_up(table.count() * sizeof(LaneCounters), page_bytes());
 }
 
-// Without blocks.
-LaneLayout layout_of(const LaneShape& shape, std::size_t slot_bytes) noexcept {
+LaneLayout layout_of(const LaneShape& shape, std::size_t slot_bytes, bool has_blocks) noexcept {
   LaneLayout its{.slot_bytes = slot_bytes};
   // Beyond some KiB, what a message waits for is the copying of its data; and all announcements of
-  // a lane together take no more than a part of what its slots do.
+  // a lane together take no more than a part of what its data does.
   its.riding_bytes = std::max(std::size_t{32}, slot_bytes / 64);
   its.announcement_bytes = round_up(sizeof(Announcement) + its.riding_bytes, alignof(LaneRings));
   const std::size_t announcements = shape.is_for_messages ? kLaneDepth * its.announcement_bytes : 0;
-  its.slots = round_up(sizeof(LaneRings) + announcements, page_bytes());
-  its.blocks = round_up(its.slots + shape.slots * slot_bytes, page_bytes());
-  its.bytes = its.blocks;
-  return its;
-}
-
-LaneLayout layout_inside(const LaneShape& shape, std::size_t slot_bytes) noexcept {
-  LaneLayout its = layout_of(shape, slot_bytes);
-  if (shape.is_for_messages) {
-    // Short, so that the receiver begins soon; all of them take as much as the slots.
-    its.block_bytes = slot_bytes / 8;
-    its.bytes += round_up(kBlocksOfEach * its.block_bytes, page_bytes());
-  }
+  its.data = round_up(sizeof(LaneRings) + announcements, page_bytes());
+  // Blocks are short, so that the other end begins soon.
+  its.block_bytes = has_blocks ? block_bytes_of(slot_bytes) : 0;
+  its.piece_bytes = has_blocks ? piece_bytes_of(slot_bytes) : 0;
+  const std::size_t data = has_blocks
+                               ? kAheadBlocks * its.block_bytes + kStreamBlocks * its.piece_bytes
+                               : shape.slots * slot_bytes;
+  its.bytes = its.data + round_up(data, page_bytes());
   return its;
 }
 
@@ -86,8 +80,8 @@ LaneSegment::LaneSegment(SharedSegment segment, LaneTable table, const LaneShape
     : segment_(std::move(segment)),
       table_(std::move(table)),
       shape_(shape),
-      inside_(layout_inside(shape, bytes_inside(table_, shape))),
-      between_(layout_of(shape, bytes_between(table_, shape))),
+      inside_(layout_of(shape, bytes_inside(table_, shape), shape.is_for_messages)),
+      between_(layout_of(shape, bytes_between(table_, shape), /*has_blocks=*/false)),
       first_inside_(counters_bytes(table_)),
       first_between_(first_inside_ + table_.count_inside() * inside_.bytes) {}
 
@@ -114,8 +108,8 @@ void LaneSegment::reserve_lane(int sender, int receiver) const {
   const Lane its = lane(sender, receiver);
   segment_.reserve(its.offset, its.layout->bytes, kWhat);
   if (shape_.is_for_messages && its.layout == &inside_) {
-    segment_.reserve(lane(receiver, sender).offset + inside_.blocks,
-                     blocks(receiver, sender).size(), kWhat);
+    segment_.reserve(lane(receiver, sender).offset + inside_.data, inside_.bytes - inside_.data,
+                     kWhat);
   }
 }
 
@@ -141,7 +135,7 @@ std::size_t LaneSegment::most_riding_bytes(int sender, int receiver) const noexc
 ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
   LaneCounters& ends = counters(sender, receiver);
   const Lane its = lane(sender, receiver);
-  return {at(its.offset + its.layout->slots),
+  return {at(its.offset + its.layout->data),
           its.layout->slot_bytes,
           shape_.slots,
           &ends.sent,
@@ -152,19 +146,34 @@ ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
 }
 
 std::span<std::byte> LaneSegment::blocks(int sender, int receiver) const noexcept {
-  return {at(lane(sender, receiver).offset + inside_.blocks), kBlocksOfEach * inside_.block_bytes};
+  return {at(lane(sender, receiver).offset + inside_.data),
+          kAheadBlocks * inside_.block_bytes + kStreamBlocks * inside_.piece_bytes};
 }
 
-BlockPool LaneSegment::block_pool(int rank, int peer) const noexcept {
-  const auto words = [](LaneCounters& its) {
-    return BlockPool::Words{&its.filled, &its.given_back};
+BlockPool LaneSegment::pool(int rank, int peer, std::size_t offset, const BlockPool::Shape& shape,
+                            BlockWord LaneCounters::* filled,
+                            BlockWord LaneCounters::* given_back) const noexcept {
+  const auto words = [&](int from, int to) {
+    LaneCounters& its = counters(from, to);
+    return BlockPool::Words{&(its.*filled), &(its.*given_back)};
   };
   const auto [lower, higher] = std::minmax(rank, peer);
-  return {{blocks(lower, higher).data(), blocks(higher, lower).data()},
+  return {{at(lane(lower, higher).offset + offset), at(lane(higher, lower).offset + offset)},
           /*own_area=*/rank > peer ? std::size_t{1} : std::size_t{0},
-          inside_.block_bytes,
-          words(counters(rank, peer)),
-          words(counters(peer, rank))};
+          shape,
+          words(rank, peer),
+          words(peer, rank)};
+}
+
+BlockPool LaneSegment::ahead_pool(int rank, int peer) const noexcept {
+  return pool(rank, peer, inside_.data, {kAheadBlocks, inside_.block_bytes}, &LaneCounters::filled,
+              &LaneCounters::given_back);
+}
+
+BlockStream LaneSegment::stream(int rank, int peer) const noexcept {
+  return {pool(rank, peer, inside_.stream(), {kStreamBlocks, inside_.piece_bytes},
+               &LaneCounters::filled, &LaneCounters::stream_given_back),
+          rings(rank, peer).pieces, rings(peer, rank).pieces};
 }
 
 }  // namespace pydist

@@ -13,11 +13,11 @@
 //
 //   sender    announces message n: tag, type, count; data of a few KiB rides along
 //   receiver  hears the announcement; when a receive matches, grants message n
-//   sender    sends the granted message through the slots; receiver copies it out
+//   sender    sends the granted message piece by piece; receiver copies them out
 //
-// Inside a host the sender fills blocks beside the slots with a message of up to twice a slot's
-// length while it announces it, if it has free ones (block_pool.h): it goes *ahead* of a grant, and
-// needs none.
+// Inside a host the pieces are blocks that both ranks fill (block_stream.h). With a message of up
+// to 16 blocks its sender fills others while it announces it, if it has free ones (block_pool.h):
+// it goes *ahead* of a grant, and needs none.
 //
 // Where processes of one host may read each other's memory, the receiver may copy the data from
 // where its sender has it, and tell with its grant that it has.
@@ -42,6 +42,7 @@
 #include "memory/shared_segment.h"
 #include "topology/placement.h"
 #include "transport/block_pool.h"
+#include "transport/block_stream.h"
 #include "transport/shm_channel.h"
 #include "tuning/tuning_class.h"
 
@@ -91,9 +92,11 @@ struct LaneCounters {
   alignas(64) Counter obeyed;     // by the sender: grants that it has seen; inside a host
   alignas(64) Counter sent;       // by the sender
   alignas(64) Counter released;   // by the receiver
-  // Of messages, inside a host. By the sender: BlockPool's words.
+  // Of messages, inside a host. By the sender, of the blocks that it fills ahead: BlockPool's
+  // words.
   alignas(64) BlockWord filled;
   BlockWord given_back;
+  BlockWord stream_given_back;
   // By the receiver: size classes, a bit each, of which it would rather read the messages where
   // their sender has them than have blocks filled with them.
   alignas(64) std::atomic<std::uint64_t> reads;
@@ -114,6 +117,7 @@ struct LaneCounters {
 struct alignas(64) LaneRings {
   std::array<std::uint64_t, kLaneDepth> grants;  // numbers of messages, or with kTaken
   std::array<std::uint32_t, kMostLaneSlots> lengths;
+  alignas(64) BlockStream::Pieces pieces;  // of messages, inside a host
 };
 
 // The slots of each lane of a set. All lanes take address space; memory is taken by those in use.
@@ -127,9 +131,9 @@ struct LaneShape {
   std::size_t bytes_for_a_host;
   std::size_t bytes_for_all_hosts;
   // Address space for the slots of all lanes inside a host, and as much for all others: it decides
-  // how long each slot is. Blocks take as much again, inside a host.
+  // how long each slot is.
   std::size_t all_bytes;
-  bool is_for_messages;  // has announcements, and blocks that are filled ahead
+  bool is_for_messages;  // has announcements and, inside a host, blocks in place of slots
 };
 inline constexpr LaneShape kMessageLanes{.slots = 4,
                                          .window = 1,
@@ -215,15 +219,27 @@ class LaneTable {
 // Which of a group's sets a lane belongs to.
 enum class LaneSet : std::uint8_t { kMessages, kCollectives };
 
-// Of a lane, from its begin. Its rings are first, the announcements behind them.
+inline constexpr std::size_t kAheadBlocks = 32;  // of each rank
+// Of a block to fill ahead, and of a piece of a long message, where a slot has so many bytes.
+[[nodiscard]] constexpr std::size_t block_bytes_of(std::size_t slot_bytes) noexcept {
+  return slot_bytes / 8;
+}
+[[nodiscard]] constexpr std::size_t piece_bytes_of(std::size_t slot_bytes) noexcept {
+  return slot_bytes / 2;
+}
+
+// Of a lane, from its begin. Its rings are first, the announcements behind them, and then, of
+// messages inside a host, the blocks that its sender begins with; of others, the slots.
 struct LaneLayout {
   std::size_t slot_bytes = 0;
   std::size_t riding_bytes = 0;        // with an announcement, at most
   std::size_t announcement_bytes = 0;  // from one to the next
-  std::size_t slots = 0;               // offset
-  std::size_t blocks = 0;              // offset of those that its sender begins with
+  std::size_t data = 0;  // offset of the slots or blocks; those of the stream come last
   std::size_t block_bytes = 0;
-  std::size_t bytes = 0;  // all
+  std::size_t piece_bytes = 0;  // of a block of the stream
+  std::size_t bytes = 0;        // all
+
+  [[nodiscard]] std::size_t stream() const noexcept { return data + kAheadBlocks * block_bytes; }
 };
 
 class LaneSegment {
@@ -249,12 +265,14 @@ class LaneSegment {
                                            std::uint64_t number) const noexcept;
   // How much data rides along with an announcement, at most; the same at both ends.
   [[nodiscard]] std::size_t most_riding_bytes(int sender, int receiver) const noexcept;
+  // Precondition: the lane has slots.
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
-  // Those that the sender begins with.
+  // The blocks that a lane inside a host has, if it is one for messages. Those that the sender
+  // begins with: to fill ahead, and of the stream.
   [[nodiscard]] std::span<std::byte> blocks(int sender, int receiver) const noexcept;
-  // The end of `rank` of the one that it shares with `peer`. Precondition, of both: a set for
-  // messages, and both ranks are on this host.
-  [[nodiscard]] BlockPool block_pool(int rank, int peer) const noexcept;
+  // The end of `rank` of what it shares with `peer`.
+  [[nodiscard]] BlockPool ahead_pool(int rank, int peer) const noexcept;
+  [[nodiscard]] BlockStream stream(int rank, int peer) const noexcept;
 
  private:
   struct Lane {
@@ -262,6 +280,10 @@ class LaneSegment {
     const LaneLayout* layout;
   };
   [[nodiscard]] Lane lane(int sender, int receiver) const noexcept;
+  // The one whose words those are, `offset` behind the beginning of each lane.
+  [[nodiscard]] BlockPool pool(int rank, int peer, std::size_t offset,
+                               const BlockPool::Shape& shape, BlockWord LaneCounters::* filled,
+                               BlockWord LaneCounters::* given_back) const noexcept;
   [[nodiscard]] std::byte* at(std::size_t offset) const noexcept {
     return segment_.data() + offset;
   }

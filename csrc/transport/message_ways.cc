@@ -11,7 +11,8 @@ namespace pydist {
 namespace {
 
 constexpr std::array<Choice, 2> kCandidates = {
-    Choice{.piece_bytes = kMessageLanes.slot_bytes},  // less in a group of very many ranks
+    Choice{.piece_bytes =
+               piece_bytes_of(kMessageLanes.slot_bytes)},  // less in a group of very many ranks
     Choice{.in_place = true},
 };
 // Places there.

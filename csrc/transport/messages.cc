@@ -5,7 +5,6 @@
 
 #include "base/error.h"
 #include "health/doorbell.h"
-#include "transport/shm_channel.h"
 
 namespace pydist {
 
@@ -25,11 +24,8 @@ Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell
       out.channel = carried->make_sender(peer);
       in.channel = carried->make_receiver(peer);
     } else {
-      Doorbell& doorbell = *doorbells_[static_cast<std::size_t>(peer)];
-      out.blocks = segment_.block_pool(rank, peer);
-      out.channel = std::make_unique<ShmSendChannel>(segment_.channel(rank, peer), peer, doorbell);
-      in.channel =
-          std::make_unique<ShmReceiveChannel>(segment_.channel(peer, rank), peer, doorbell);
+      out.ahead = segment_.ahead_pool(rank, peer);
+      out.stream = segment_.stream(rank, peer);
     }
   }
 }

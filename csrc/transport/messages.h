@@ -138,8 +138,9 @@ class Messages {
   };
   // To one peer.
   struct Outgoing {
-    std::unique_ptr<SendChannel> channel;
-    BlockPool blocks;  // shared with that one, inside a host
+    std::unique_ptr<SendChannel> channel;  // between hosts
+    BlockPool ahead;                       // inside a host, both ways
+    BlockStream stream;                    // as well
     bool is_reserved = false;
     std::deque<Send> unannounced;
     std::list<Send> announced;  // waiting for their grant
@@ -150,16 +151,16 @@ class Messages {
   };
   // From one peer.
   struct Incoming {
-    std::unique_ptr<ReceiveChannel> channel;
-    std::deque<Receive> matched;   // in the order of their grants
-    std::size_t granted = 0;       // how many of them are
+    std::unique_ptr<ReceiveChannel> channel;  // between hosts
+    std::deque<Receive> matched;              // in the order of their grants
+    std::size_t granted = 0;                  // how many of them are
     std::deque<Receive> ahead;     // matched as well: what has come ahead, and is not all copied
     std::uint64_t told_heard = 0;  // between hosts
     MessageWays::Time last_come;   // when the last one had come through the lane
   };
 
   [[nodiscard]] BlockPool& blocks_with(int peer) noexcept {
-    return outgoing_[static_cast<std::size_t>(peer)].blocks;
+    return outgoing_[static_cast<std::size_t>(peer)].ahead;
   }
   // The carrier, where `peer` is on another host.
   [[nodiscard]] MessageCarrier* carrier_to(int peer) const noexcept {
@@ -201,6 +202,9 @@ class Messages {
   // It has come through the lane.
   void note_come(int peer, const Receive& receive);
   bool move_in(int peer, Incoming& lane);
+  // Copies the next piece of a message of which so much is left, if it has come. Returns its
+  // length.
+  std::size_t receive_piece(int peer, Incoming& lane, std::byte* target, std::size_t left);
   // Copies what is there of a message that comes ahead, and has begun to. Whether that is all.
   [[nodiscard]] bool copy_ahead(int peer, Receive& receive);
   bool move_ahead(int peer, Incoming& lane);

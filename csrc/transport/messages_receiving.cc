@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 #include <utility>
 
@@ -215,20 +216,45 @@ bool Messages::grant(int peer, Incoming& lane) {
   return moved;
 }
 
+std::size_t Messages::receive_piece(int peer, Incoming& lane, std::byte* target, std::size_t left) {
+  const auto require_length = [peer](std::size_t arrived, std::size_t expected) {
+    if (arrived != expected) {
+      throw_damaged(peer, join("has sent ", arrived, " bytes of a message instead of ", expected));
+    }
+  };
+  if (lane.channel != nullptr) {
+    if (!lane.channel->until_received().holds()) {
+      return 0;
+    }
+    const std::span<const std::byte> arrived = lane.channel->slot();
+    require_length(arrived.size(), std::min(segment_.channel(peer, rank_).slot_bytes, left));
+    std::memcpy(target, arrived.data(), arrived.size());
+    lane.channel->release();
+    return arrived.size();
+  }
+  BlockStream& stream = outgoing_[static_cast<std::size_t>(peer)].stream;
+  const std::optional<BlockStream::Piece> piece = stream.next();
+  if (!piece) {
+    return 0;
+  }
+  require_length(piece->bytes, std::min(stream.piece_bytes(), left));
+  if (!stream.receive(*piece, target)) {
+    throw_damaged(peer, "has sent a piece of a message in the wrong block");
+  }
+  doorbells_[static_cast<std::size_t>(peer)]->ring();
+  return piece->bytes;
+}
+
 bool Messages::move_in(int peer, Incoming& lane) {
   bool moved = false;
-  while (lane.granted != 0 && lane.channel->until_received().holds()) {
+  while (lane.granted != 0) {
     Receive& receive = lane.matched.front();
-    const std::span<const std::byte> arrived = lane.channel->slot();
-    const std::size_t bytes = std::min(segment_.channel(peer, rank_).slot_bytes,
-                                       receive.buffer.bytes() - receive.moved_bytes);
-    if (arrived.size() != bytes) {
-      throw_damaged(peer,
-                    join("has sent ", arrived.size(), " bytes of a message instead of ", bytes));
+    const std::size_t bytes = receive_piece(
+        peer, lane, static_cast<std::byte*>(receive.buffer.data) + receive.moved_bytes,
+        receive.buffer.bytes() - receive.moved_bytes);
+    if (bytes == 0) {
+      break;
     }
-    std::memcpy(static_cast<std::byte*>(receive.buffer.data) + receive.moved_bytes, arrived.data(),
-                bytes);
-    lane.channel->release();
     receive.moved_bytes += bytes;
     moved = true;
     if (receive.moved_bytes == receive.buffer.bytes()) {

@@ -119,13 +119,23 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
 
 bool Messages::move_out(int peer, Outgoing& lane) {
   bool moved = false;
-  while (!lane.granted.empty() && lane.channel->until_free().holds()) {
+  SendChannel* const channel = lane.channel.get();
+  while (!lane.granted.empty() &&
+         (channel != nullptr ? channel->until_free().holds() : lane.stream.may_send())) {
     Send& send = lane.granted.front();
-    const std::size_t bytes =
-        std::min(lane.channel->slot_bytes(), send.buffer.bytes() - send.moved_bytes);
-    std::memcpy(lane.channel->slot(),
-                static_cast<const std::byte*>(send.buffer.data) + send.moved_bytes, bytes);
-    lane.channel->send(bytes);
+    const std::byte* const data =
+        static_cast<const std::byte*>(send.buffer.data) + send.moved_bytes;
+    const std::size_t left = send.buffer.bytes() - send.moved_bytes;
+    std::size_t bytes = 0;
+    if (channel != nullptr) {
+      bytes = std::min(channel->slot_bytes(), left);
+      std::memcpy(channel->slot(), data, bytes);
+      channel->send(bytes);
+    } else {
+      bytes = std::min(lane.stream.piece_bytes(), left);
+      lane.stream.send(data, bytes);
+      doorbells_[static_cast<std::size_t>(peer)]->ring();
+    }
     send.moved_bytes += bytes;
     moved = true;
     if (send.moved_bytes == send.buffer.bytes()) {

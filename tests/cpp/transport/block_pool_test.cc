@@ -21,7 +21,8 @@ namespace pydist::testing {
 namespace {
 
 constexpr std::size_t kBlockBytes = 48;
-constexpr std::size_t kOfEach = kBlocksOfEach;
+constexpr std::size_t kOfEach = 32;
+constexpr int kBlocksOfEach = kOfEach;
 
 // Of two ranks.
 struct Blocks {
@@ -34,7 +35,11 @@ struct Blocks {
     const auto words = [this](std::size_t of) {
       return BlockPool::Words{&filled[of], &given_back[of]};
     };
-    return {{areas[0].data(), areas[1].data()}, rank, kBlockBytes, words(rank), words(1 - rank)};
+    return {{areas[0].data(), areas[1].data()},
+            rank,
+            {kOfEach, kBlockBytes},
+            words(rank),
+            words(1 - rank)};
   }
 };
 
@@ -224,7 +229,8 @@ TEST(BlockPoolTest, WhatHasComeIsCopiedAndTheRestLater) {
 TEST(BlockPoolTest, ARankSendsToItself) {
   Blocks blocks;
   const BlockPool::Words words{&blocks.filled[0], &blocks.given_back[0]};
-  BlockPool end({blocks.areas[0].data(), blocks.areas[0].data()}, 0, kBlockBytes, words, words);
+  BlockPool end({blocks.areas[0].data(), blocks.areas[0].data()}, 0, {kOfEach, kBlockBytes}, words,
+                words);
   for (std::uint32_t turn = 0; turn < 100; ++turn) {
     const Message first = send(end, end.most_bytes(), turn);
     const Message second = send(end, end.most_bytes(), turn + 1);

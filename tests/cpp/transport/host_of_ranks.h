@@ -55,7 +55,7 @@ class HostOfRanks {
 
   // Elements of the longest message that is filled ahead.
   [[nodiscard]] std::size_t most_ahead() const {
-    return memory_.block_pool(0, 1).most_bytes() / sizeof(std::uint32_t);
+    return memory_.ahead_pool(0, 1).most_bytes() / sizeof(std::uint32_t);
   }
 
   // Runs the ranks on threads, each with its Messages.

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <map>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -90,15 +91,14 @@ TEST(LaneSegmentTest, NoLaneReachesIntoAnother) {
         for (int receiver = 0; receiver < placement.size(); ++receiver) {
           if (placement.host_of(sender) == 0 || placement.host_of(receiver) == 0) {
             const auto* rings = reinterpret_cast<const std::byte*>(&lanes.rings(sender, receiver));
+            const bool has_blocks = shape.is_for_messages && table.is_inside(sender, receiver);
             const ShmChannelMemory slots = lanes.channel(sender, receiver);
-            EXPECT_LE(rings + sizeof(LaneRings), slots.slots);
-            const std::byte*& lane_end = ends[rings];
-            lane_end = slots.slots + slots.slot_bytes * slots.slot_count;
-            if (shape.is_for_messages && table.is_inside(sender, receiver)) {
-              const std::span<const std::byte> blocks = lanes.blocks(sender, receiver);
-              EXPECT_LE(lane_end, blocks.data());
-              lane_end = blocks.data() + blocks.size();
-            }
+            const std::span<const std::byte> data =
+                has_blocks
+                    ? lanes.blocks(sender, receiver)
+                    : std::span<const std::byte>(slots.slots, slots.slot_bytes * slots.slot_count);
+            EXPECT_LE(rings + sizeof(LaneRings), data.data());
+            ends[rings] = data.data() + data.size();
           }
         }
       }

@@ -18,7 +18,7 @@ namespace {
 using std::chrono::microseconds;
 
 constexpr std::size_t kBytes = 100'000;
-constexpr std::uint32_t kSlotBytes = kMessageLanes.slot_bytes;
+constexpr std::uint32_t kPieceBytes = piece_bytes_of(kMessageLanes.slot_bytes);
 constexpr TuningRhythm kShort{.uses_before_first = 4, .rounds = 3};
 
 // A receiver with a clock of its own.
@@ -140,7 +140,7 @@ TEST(MessageWaysTest, WhatIsFoundIsKeptForGroupsThatFollow) {
   EXPECT_TRUE(entries.at(alone).is_learnt);
   EXPECT_EQ(entries.at(alone).choice, Choice{.in_place = true});
   EXPECT_EQ(entries.at(alone).times_us.size(), 2U);
-  EXPECT_EQ(entries.at(both).choice, Choice{.piece_bytes = kSlotBytes});
+  EXPECT_EQ(entries.at(both).choice, Choice{.piece_bytes = kPieceBytes});
 
   Receiver second(kShort, &table);
   EXPECT_TRUE(second.choose().is_read());
@@ -172,7 +172,7 @@ TEST(MessageWaysTest, MemoriesAreToldApart) {
                 .memory = TunedMemory::kShared,
                 .ranks = 2,
                 .size_class = size_class_of(kBytes)};
-  table.put(key, {.choice = {.piece_bytes = kSlotBytes}, .times_us = {}});
+  table.put(key, {.choice = {.piece_bytes = kPieceBytes}, .times_us = {}});
   Receiver taught(kShort, &table);
   EXPECT_FALSE(taught.choose(kBytes, /*do_both_send=*/false, TunedMemory::kShared).is_read());
 }

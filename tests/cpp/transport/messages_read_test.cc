@@ -106,7 +106,7 @@ TEST(MessagesReadTest, TheShortestInSharedMemoryAreNotRead) {
   Messages sender = host.join(0, reader.reads_of());
   Messages receiver = host.join(1, reader.reads_of());
   const std::size_t most = Messages::kLongestNeverRead / sizeof(std::uint32_t);
-  const int blocks = kBlocksOfEach;
+  const int blocks = static_cast<int>(kAheadBlocks);
   // All are announced before any is asked for: more than there are blocks, of the short ones.
   std::vector<std::vector<std::uint32_t>> sent;
   std::vector<std::vector<std::uint32_t>> got;

@@ -150,7 +150,7 @@ TEST(MessagesTest, WhatIsFilledAheadWaitsForNobody) {
   HostOfRanks host(2);
   Messages sender = host.join(0);
   Messages receiver = host.join(1);
-  const std::size_t block = host.most_ahead() / (kBlocksOfEach / 2);
+  const std::size_t block = host.most_ahead() / (kAheadBlocks / 2);
   for (const std::size_t count :
        {host.most_riding() + 1, block - 1, block, block + 1, 3 * block + 7, host.most_ahead()}) {
     std::vector<std::uint32_t> sent = text(count, 1);
@@ -228,6 +228,28 @@ TEST(MessagesTest, BlocksThatCannotBeAreDamage) {
     try {
       receiver.advance();
       ADD_FAILURE() << blocks;
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("Rank 0"), std::string::npos) << error.what();
+    }
+  }
+}
+
+TEST(MessagesTest, PiecesThatCannotBeAreDamage) {
+  for (const std::uint64_t damage : {std::uint64_t{0xff}, std::uint64_t{1} << 20}) {
+    HostOfRanks host(2);
+    Messages sender = host.join(0);
+    Messages receiver = host.join(1);
+    std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    sender.send(1, 0, buffer(sent), ignore);
+    receiver.receive(0, 0, buffer(got), ignore);
+    sender.advance();
+    receiver.advance();
+    sender.advance();
+    host.lanes().rings(0, 1).pieces[1].fetch_xor(damage);  // its block, and its length
+    try {
+      receiver.advance();
+      ADD_FAILURE() << damage;
     } catch (const Error& error) {
       EXPECT_NE(std::string(error.what()).find("Rank 0"), std::string::npos) << error.what();
     }
