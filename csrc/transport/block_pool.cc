@@ -33,7 +33,8 @@ void BlockPool::add(BlockSet blocks) noexcept {
 
 void BlockPool::take_back() noexcept {
   const BlockSet given = other_.given_back->load(std::memory_order_acquire);
-  add((given ^ seen_given_back_) & ~free_);  // damage could give what is here
+  // Damage could give what is here, or nowhere.
+  add((given ^ seen_given_back_) & ~free_ & all());
   seen_given_back_ = given;
 }
 
@@ -70,8 +71,7 @@ void BlockPool::fill(BlockSet blocks, const std::byte* data, std::size_t bytes) 
 
 bool BlockPool::may_hold(BlockSet blocks, std::size_t bytes) const noexcept {
   return bytes != 0 && bytes <= most_bytes() && is_passed(blocks) &&
-         static_cast<std::size_t>(std::popcount(blocks)) == count_for(bytes) &&
-         (blocks >> shape_.blocks >> shape_.blocks) == 0;
+         static_cast<std::size_t>(std::popcount(blocks)) == count_for(bytes);
 }
 
 std::size_t BlockPool::copy(BlockSet blocks, std::byte* target, std::size_t bytes,

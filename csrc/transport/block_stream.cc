@@ -12,6 +12,8 @@ constexpr int kBlockBits = 8;
 constexpr int kBytesBits = 24;
 constexpr int kNumberShift = kBlockBits + kBytesBits;
 
+static_assert(2 * kStreamBlocks <= 1 << kBlockBits);
+
 constexpr std::uint64_t low(std::uint64_t word, int bits) noexcept {
   return word & ((std::uint64_t{1} << bits) - 1);
 }

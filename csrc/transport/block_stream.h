@@ -36,7 +36,7 @@ class BlockStream {
 
   // Whether there is a block to send in.
   [[nodiscard]] bool may_send() noexcept { return pool_.find(1) != 0; }
-  // At most piece_bytes(), and not nothing.
+  // At most piece_bytes(), which is less than 16 MiB, and not nothing.
   void send(const std::byte* data, std::size_t bytes) noexcept;
 
   // The next one, if it has come. Whoever receives it knows how long it is to be: the memory of the

@@ -145,17 +145,12 @@ ShmChannelMemory LaneSegment::channel(int sender, int receiver) const noexcept {
           shape_.release_every};
 }
 
-std::span<std::byte> LaneSegment::blocks(int sender, int receiver) const noexcept {
-  return {at(lane(sender, receiver).offset + inside_.data),
-          kAheadBlocks * inside_.block_bytes + kStreamBlocks * inside_.piece_bytes};
-}
-
 BlockPool LaneSegment::pool(int rank, int peer, std::size_t offset, const BlockPool::Shape& shape,
                             BlockWord LaneCounters::* filled,
                             BlockWord LaneCounters::* given_back) const noexcept {
   const auto words = [&](int from, int to) {
     LaneCounters& its = counters(from, to);
-    return BlockPool::Words{&(its.*filled), &(its.*given_back)};
+    return BlockPool::Words{filled != nullptr ? &(its.*filled) : nullptr, &(its.*given_back)};
   };
   const auto [lower, higher] = std::minmax(rank, peer);
   return {{at(lane(lower, higher).offset + offset), at(lane(higher, lower).offset + offset)},
@@ -170,10 +165,13 @@ BlockPool LaneSegment::ahead_pool(int rank, int peer) const noexcept {
               &LaneCounters::given_back);
 }
 
+BlockPool LaneSegment::stream_pool(int rank, int peer) const noexcept {
+  return pool(rank, peer, inside_.stream(), {kStreamBlocks, inside_.piece_bytes},
+              /*filled=*/nullptr, &LaneCounters::stream_given_back);
+}
+
 BlockStream LaneSegment::stream(int rank, int peer) const noexcept {
-  return {pool(rank, peer, inside_.stream(), {kStreamBlocks, inside_.piece_bytes},
-               &LaneCounters::filled, &LaneCounters::stream_given_back),
-          rings(rank, peer).pieces, rings(peer, rank).pieces};
+  return {stream_pool(rank, peer), rings(rank, peer).pieces, rings(peer, rank).pieces};
 }
 
 }  // namespace pydist

@@ -8,7 +8,7 @@
 //
 // A message is announced by its sender, matched by its receiver, and moved when the receiver
 // grants it, in the order of the grants. So a message that nobody has asked for never blocks
-// another one. Beyond the lane's slots, a receiver keeps of such messages what has come with their
+// another one. Besides the lane, a receiver keeps of such messages what has come with their
 // announcements: a few KiB each, in memory of its own.
 //
 //   sender    announces message n: tag, type, count; data of a few KiB rides along
@@ -131,7 +131,7 @@ struct LaneShape {
   std::size_t bytes_for_a_host;
   std::size_t bytes_for_all_hosts;
   // Address space for the slots of all lanes inside a host, and as much for all others: it decides
-  // how long each slot is.
+  // how long each slot is. (Blocks take half as much again.)
   std::size_t all_bytes;
   bool is_for_messages;  // has announcements and, inside a host, blocks in place of slots
 };
@@ -267,11 +267,9 @@ class LaneSegment {
   [[nodiscard]] std::size_t most_riding_bytes(int sender, int receiver) const noexcept;
   // Precondition: the lane has slots.
   [[nodiscard]] ShmChannelMemory channel(int sender, int receiver) const noexcept;
-  // The blocks that a lane inside a host has, if it is one for messages. Those that the sender
-  // begins with: to fill ahead, and of the stream.
-  [[nodiscard]] std::span<std::byte> blocks(int sender, int receiver) const noexcept;
-  // The end of `rank` of what it shares with `peer`.
+  // Of a lane for messages inside a host: the end of `rank` of what it shares with `peer`.
   [[nodiscard]] BlockPool ahead_pool(int rank, int peer) const noexcept;
+  [[nodiscard]] BlockPool stream_pool(int rank, int peer) const noexcept;
   [[nodiscard]] BlockStream stream(int rank, int peer) const noexcept;
 
  private:

@@ -19,6 +19,9 @@ constexpr std::array<Choice, 2> kCandidates = {
 constexpr std::size_t kLane = 0;
 constexpr std::size_t kRead = 1;
 
+// So many messages may have been announced before their sender is told of another way.
+constexpr int kMostMisses = 2 * static_cast<int>(kLaneDepth);
+
 // Where nothing has been timed.
 constexpr bool is_usually_read(TunedMemory memory) noexcept {
   return memory == TunedMemory::kShared;
@@ -72,10 +75,22 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
     }
   }
   way.is_next_read_ = plan.candidate == kRead;
-  way.is_read_ = way.is_next_read_ && came != Came::kAhead;
   if (came == (way.is_next_read_ ? Came::kAhead : Came::kNotAhead)) {
-    its.due = plan;
-  } else if (plan.is_timed) {
+    way.is_read_ = came == Came::kNotAhead && its.chooser.current() == kRead;
+    if (way.is_read_ != (its.chooser.current() == kRead)) {
+      its.chooser.charge();
+    }
+    // Not for ever: blocks may be full from now on.
+    if (++its.misses <= kMostMisses) {
+      its.due = plan;
+    } else {
+      its.misses = 0;
+    }
+    return way;
+  }
+  its.misses = 0;
+  way.is_read_ = way.is_next_read_;
+  if (plan.is_timed) {
     its.is_timing = true;
     its.is_timing_read = way.is_read_;
     way.timed_ = &its;

@@ -7,6 +7,10 @@
 // long, as CandidateChooser says: at first in the way that groups before have found to be quicker,
 // or else through the lane, and out of shared memory, which needs no kernel, by a read.
 //
+// Of messages that are short enough to be put into the lane ahead of their grant, the sender has
+// decided before their receiver asks for them. Those it tells beforehand which way they had better
+// come; the first that does is timed.
+//
 // For one thread at a time.
 
 #pragma once
@@ -33,17 +37,18 @@ class MessageWays {
     bool is_timing_read = false;
     // No message has come so that it could go this way since it was planned.
     std::optional<CandidateChooser::Plan> due = {};
+    int misses = 0;  // messages since then
   };
 
  public:
   using Time = Deadline::Clock::time_point;
 
-  // How far it has come when its receiver asks for it.
+  // What a message's receiver finds when it asks for it.
   enum class Came : std::uint8_t {
-    kAnnounced,  // it is with its sender, as all of its length
-    kAhead,      // it is here: it can't be read any more
-    kNotAhead,   // it is with its sender, though others of its length are here by now: through the
-                 // lane it would take longer than those
+    kAnnounced,  // it is where its sender has it: so are all of its length
+    kAhead,      // it is in the lane, and can't be read any more
+    kNotAhead,   // it is where its sender has it, while others of its length are in the lane: its
+                 // time through the lane is not theirs
   };
 
   // How one message comes.

@@ -20,12 +20,12 @@ Messages::Messages(int rank, int size, LaneSegment segment, std::vector<Doorbell
   for (int peer = 0; peer < size; ++peer) {
     Outgoing& out = outgoing_.emplace_back();
     Incoming& in = incoming_.emplace_back();
+    Pair& pair = pairs_.emplace_back();
     if (MessageCarrier* const carried = carrier_to(peer)) {
       out.channel = carried->make_sender(peer);
       in.channel = carried->make_receiver(peer);
     } else {
-      out.ahead = segment_.ahead_pool(rank, peer);
-      out.stream = segment_.stream(rank, peer);
+      pair = {segment_.ahead_pool(rank, peer), segment_.stream(rank, peer)};
     }
   }
 }
@@ -64,7 +64,7 @@ Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer
     return AtOnce::kNever;
   }
   const bool rides = rides_along(peer, rank_, buffer);
-  if (!rides && buffer.bytes() > blocks_with(peer).most_bytes()) {
+  if (!rides && buffer.bytes() > pair_with(peer).ahead.most_bytes()) {
     return AtOnce::kNever;
   }
   LaneCounters& counters = segment_.counters(peer, rank_);
@@ -86,11 +86,12 @@ Messages::AtOnce Messages::try_receive(int peer, std::uint64_t tag, const Buffer
     return AtOnce::kNever;  // match() says what is wrong
   }
   if (!rides) {
-    Receive receive{.peer = peer, .tag = tag, .buffer = buffer, .on_done = nullptr};
-    receive.place = {announcement.in, blocks_of(peer, announcement, buffer)};
-    if (receive.place.in != MessagePlace::In::kAhead) {
+    if (announcement.in != MessagePlace::In::kAhead) {
       return AtOnce::kNever;
     }
+    require_blocks(peer, announcement, buffer);
+    Receive receive{.peer = peer, .tag = tag, .buffer = buffer, .on_done = nullptr};
+    receive.place = {announcement.in, announcement.address};
     std::size_t before = 0;
     for (unsigned look = 0; !copy_ahead(peer, receive); ++look) {
       if (std::exchange(before, receive.moved_bytes) != receive.moved_bytes) {

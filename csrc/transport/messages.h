@@ -55,7 +55,7 @@ class MessageReads {
 
   // Where `peer` finds a message of this rank's.
   [[nodiscard]] virtual MessagePlace place_of(int peer, const Buffer& buffer) const noexcept = 0;
-  // Whether it is done out of the processes of others.
+  // Whether there may be messages in kProcess.
   [[nodiscard]] virtual bool may_read_processes() const noexcept = 0;
   // Copies what lies in a place of the rank `peer`, which keeps it there until it is told. False
   // where that can't be done, or it may have been something else by now: then the message comes
@@ -66,8 +66,8 @@ class MessageReads {
 
 class Messages {
  public:
-  // A read saves the sender's copy, and costs it a grant to wait for: as long as so many bytes take
-  // to be copied. So what is no longer, and finds free blocks, is filled ahead wherever it lies.
+  // To let a message be read saves its sender a copy, and has it wait for a grant, which takes as
+  // long as to copy so many bytes. So what is no longer goes ahead, wherever it lies.
   static constexpr std::size_t kLongestNeverRead = std::size_t{32} << 10;
 
   // Called when a message is through, with the rank that it came from (sends: that it went to).
@@ -139,8 +139,6 @@ class Messages {
   // To one peer.
   struct Outgoing {
     std::unique_ptr<SendChannel> channel;  // between hosts
-    BlockPool ahead;                       // inside a host, both ways
-    BlockStream stream;                    // as well
     bool is_reserved = false;
     std::deque<Send> unannounced;
     std::list<Send> announced;  // waiting for their grant
@@ -148,6 +146,11 @@ class Messages {
     std::uint64_t grants_seen = 0;
     // Something that has to be granted, since the last such message came from there.
     bool has_announced = false;
+  };
+  // With one peer inside a host, both ways.
+  struct Pair {
+    BlockPool ahead;
+    BlockStream stream;
   };
   // From one peer.
   struct Incoming {
@@ -159,8 +162,8 @@ class Messages {
     MessageWays::Time last_come;   // when the last one had come through the lane
   };
 
-  [[nodiscard]] BlockPool& blocks_with(int peer) noexcept {
-    return outgoing_[static_cast<std::size_t>(peer)].ahead;
+  [[nodiscard]] Pair& pair_with(int peer) noexcept {
+    return pairs_[static_cast<std::size_t>(peer)];
   }
   // The carrier, where `peer` is on another host.
   [[nodiscard]] MessageCarrier* carrier_to(int peer) const noexcept {
@@ -184,9 +187,8 @@ class Messages {
   // Tells a rank on another host how many of its announcements have been heard, now and then: a
   // receive need not wait for that to be sent.
   void tell_heard(int peer, std::uint64_t heard);
-  // The blocks that an announcement names, if it names any. Throws where such a message can't lie
-  // there.
-  BlockSet blocks_of(int peer, const Announcement& announcement, const Buffer& buffer);
+  // That a message which comes ahead can be in the blocks that its announcement names.
+  void require_blocks(int peer, const Announcement& announcement, const Buffer& buffer);
   // Throws Mismatch.
   void require_alike(const Buffer& buffer, int peer, const Announcement& announcement) const;
   bool match(std::list<Receive>::iterator receive, const Heard& heard);
@@ -221,6 +223,7 @@ class Messages {
   MessageWays ways_;
   std::vector<Outgoing> outgoing_;
   std::vector<Incoming> incoming_;
+  std::vector<Pair> pairs_;
   std::list<Receive> unmatched_;      // in the order of posting
   std::list<Unexpected> unexpected_;  // in the order of hearing
   std::size_t pending_ = 0;

@@ -64,16 +64,12 @@ void Messages::tell_heard(int peer, std::uint64_t heard) {
   }
 }
 
-BlockSet Messages::blocks_of(int peer, const Announcement& announcement, const Buffer& buffer) {
-  if (announcement.in != MessagePlace::In::kAhead) {
-    return 0;
-  }
-  const BlockSet blocks = announcement.address;
-  if (carrier_to(peer) != nullptr || !blocks_with(peer).may_hold(blocks, buffer.bytes())) {
+void Messages::require_blocks(int peer, const Announcement& announcement, const Buffer& buffer) {
+  if (carrier_to(peer) != nullptr ||
+      !pair_with(peer).ahead.may_hold(announcement.address, buffer.bytes())) {
     throw_damaged(peer,
                   join("has filled the wrong blocks with a message of ", buffer.bytes(), " bytes"));
   }
-  return blocks;
 }
 
 void Messages::require_alike(const Buffer& buffer, int peer,
@@ -103,8 +99,8 @@ bool Messages::match(std::list<Receive>::iterator receive, const Heard& heard) {
     throw_damaged(peer, join("lets ", announcement.riding_bytes,
                              " bytes ride along with a message of ", bytes));
   }
-  if (!has_come) {
-    blocks_of(peer, announcement, receive->buffer);
+  if (!has_come && announcement.in == MessagePlace::In::kAhead) {
+    require_blocks(peer, announcement, receive->buffer);
   }
   Receive matched = std::move(*receive);
   unmatched_.erase(receive);
@@ -142,8 +138,12 @@ MessageWays::Way Messages::choose_way(int peer, const Receive& receive, MessageW
   if (in == MessagePlace::In::kSharedHeap) {
     return ways_.choose(bytes, TunedMemory::kShared, receive.do_both_send, begin);
   }
-  if (bytes > blocks_with(peer).most_bytes()) {
+  if (bytes > pair_with(peer).ahead.most_bytes()) {
     return ways_.choose(bytes, TunedMemory::kOrdinary, receive.do_both_send, begin);
+  }
+  if (bytes <= kLongestNeverRead) {
+    // It would have come ahead, if there had been a block.
+    return ways_.choose(bytes, TunedMemory::kOrdinary, /*do_both_send=*/false, begin);
   }
   // Of these the sender decides, so one class has all that it can be told of at a time.
   const MessageWays::Way way = ways_.choose(
@@ -232,7 +232,7 @@ std::size_t Messages::receive_piece(int peer, Incoming& lane, std::byte* target,
     lane.channel->release();
     return arrived.size();
   }
-  BlockStream& stream = outgoing_[static_cast<std::size_t>(peer)].stream;
+  BlockStream& stream = pair_with(peer).stream;
   const std::optional<BlockStream::Piece> piece = stream.next();
   if (!piece) {
     return 0;
@@ -276,7 +276,7 @@ bool Messages::copy_ahead(int peer, Receive& receive) {
   if (is_timed && receive.begin == MessageWays::Time()) {
     receive.begin = Deadline::Clock::now();
   }
-  BlockPool& pool = blocks_with(peer);
+  BlockPool& pool = pair_with(peer).ahead;
   receive.moved_bytes =
       pool.copy(blocks, static_cast<std::byte*>(buffer.data), buffer.bytes(), receive.moved_bytes);
   if (receive.moved_bytes != buffer.bytes()) {

@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "base/error.h"
+#include "health/doorbell.h"
 #include "transport/block_pool.h"
 #include "transport/messages.h"
-#include "tuning/tuning_class.h"
 
 namespace pydist {
 
@@ -29,7 +29,7 @@ MessagePlace Messages::place_of(int peer, const Buffer& buffer) noexcept {
   const bool is_better_read = own.in == MessagePlace::In::kSharedHeap ||
                               (own.in == MessagePlace::In::kProcess &&
                                is_to_be_read(segment_.counters(rank_, peer), bytes));
-  BlockPool& pool = blocks_with(peer);
+  BlockPool& pool = pair_with(peer).ahead;
   if (bytes > pool.most_bytes() || (bytes > kLongestNeverRead && is_better_read)) {
     return own;
   }
@@ -58,8 +58,8 @@ void Messages::publish(int peer, std::uint64_t number, std::uint64_t tag, const 
   }
   doorbells_[static_cast<std::size_t>(peer)]->ring();
   if (place.in == MessagePlace::In::kAhead) {
-    blocks_with(peer).fill(place.address, static_cast<const std::byte*>(buffer.data),
-                           buffer.bytes());
+    pair_with(peer).ahead.fill(place.address, static_cast<const std::byte*>(buffer.data),
+                               buffer.bytes());
     doorbells_[static_cast<std::size_t>(peer)]->ring();
   }
 }
@@ -120,8 +120,9 @@ bool Messages::take_grants(int peer, Outgoing& lane) {
 bool Messages::move_out(int peer, Outgoing& lane) {
   bool moved = false;
   SendChannel* const channel = lane.channel.get();
+  BlockStream& stream = pair_with(peer).stream;
   while (!lane.granted.empty() &&
-         (channel != nullptr ? channel->until_free().holds() : lane.stream.may_send())) {
+         (channel != nullptr ? channel->until_free().holds() : stream.may_send())) {
     Send& send = lane.granted.front();
     const std::byte* const data =
         static_cast<const std::byte*>(send.buffer.data) + send.moved_bytes;
@@ -132,8 +133,8 @@ bool Messages::move_out(int peer, Outgoing& lane) {
       std::memcpy(channel->slot(), data, bytes);
       channel->send(bytes);
     } else {
-      bytes = std::min(lane.stream.piece_bytes(), left);
-      lane.stream.send(data, bytes);
+      bytes = std::min(stream.piece_bytes(), left);
+      stream.send(data, bytes);
       doorbells_[static_cast<std::size_t>(peer)]->ring();
     }
     send.moved_bytes += bytes;

@@ -60,6 +60,9 @@ class CandidateChooser {
   [[nodiscard]] std::size_t quiet_uses() const noexcept;
   void pass(std::size_t uses) noexcept;
 
+  // A use that has gone another way than the best one known, without having been planned.
+  void charge() noexcept { credit_ -= 1; }
+
   // The best one known.
   [[nodiscard]] std::size_t current() const noexcept { return current_; }
   // Whether a session has begun: before, `usual` is only what is usual.

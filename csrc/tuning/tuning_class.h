@@ -34,15 +34,16 @@ struct TuningKey {
   OpKind kind = OpKind::kAllReduce;
   TunedMemory memory = TunedMemory::kOrdinary;
   int ranks = 2;
-  int size_class = 0;      // see size_class_of()
-  bool sends_too = false;  // of a message: its receiver sends to its sender, too
+  int size_class = 0;  // see size_class_of()
+  // Of a message: its receiver sends to its sender, too. False for all that come ahead.
+  bool sends_too = false;
 
   auto operator<=>(const TuningKey&) const = default;
 };
 
 // One way to move their data.
 struct Choice {
-  // Of what a rank moves through transit in a round, or through a message's lane in a slot; 0 where
+  // Of what a rank moves through transit in a round, or of a long message in one piece; 0 where
   // nothing goes in pieces: in one shot, on the symmetric heap, or in place.
   std::uint32_t piece_bytes = 0;
   // Whether results are stored past the caches (StoreHint::kStreaming).

@@ -10,6 +10,10 @@ from pydist.benchmarks.sizes import size_text
 # Bytes of a piece, whether stores stream, and whether ranks read each other's memory in place.
 Way = tuple[int, bool, bool]
 
+# Bytes of a message that may be sent before its receiver asks for it, see docs/engine.md; fewer in
+# a group of very many ranks.
+MOST_AHEAD = 512 << 10
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -79,7 +83,10 @@ def tuned_for(case: Case, memory: str, of_ranks: Sequence[Sequence[Tuned]]) -> T
         # Each rank sends to the next one; of two, so do both. To messages symmetric memory is
         # ordinary.
         lies_in = "shared" if memory == "shared" else "ordinary"
-        wanted = ("recv", lies_in, 2, class_bytes(case), case.ranks == 2)
+        # Ordinary ones that come ahead are chosen for together, whoever sends.
+        comes_ahead = lies_in == "ordinary" and class_bytes(case) <= MOST_AHEAD
+        both_send = case.ranks == 2 and not comes_ahead
+        wanted = ("recv", lies_in, 2, class_bytes(case), both_send)
     chooser = max(case.root, 0)  # rank 0 where the kind has no root
     for each in of_ranks[chooser]:
         if (each.kind, each.memory, each.ranks, each.bytes, each.sends_too) == wanted:

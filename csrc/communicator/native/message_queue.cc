@@ -251,8 +251,11 @@ void MessageQueue::check_hope() {
     waits_for_rank_.store(rank, std::memory_order_relaxed);
     WaitCheck check(*health_, rank, pending.deadline, pending.notice);
     // What the peer did is looked at in the next turn.
-    if (!check.found_anything() || (check.ends_the_wait() && messages_.advance())) {
+    if (!check.found_anything()) {
       continue;
+    }
+    if (check.ends_the_wait() && messages_.advance()) {
+      return;  // of others, too, nobody knows yet that they are done
     }
     check.end_or_warn(describe(pending), [this](const GroupHealth::Keeper& keeper) {
       return join(health_->who(keeper.rank), " ", keeper.cause);

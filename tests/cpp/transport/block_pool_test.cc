@@ -20,7 +20,7 @@
 namespace pydist::testing {
 namespace {
 
-constexpr std::size_t kBlockBytes = 48;
+constexpr std::size_t kBlockBytes = 64;
 constexpr std::size_t kOfEach = 32;
 constexpr int kBlocksOfEach = kOfEach;
 
@@ -194,14 +194,35 @@ TEST(BlockPoolTest, NoBlockIsLost) {
       receive(ends[1 - rank], message);
     }
   }
-  int found = 0;
+  BlockSet found = 0;
   for (BlockPool& end : ends) {
-    for (int blocks_of_end = 0; end.find(kBlockBytes) != 0; ++blocks_of_end) {
-      static_cast<void>(send(end, kBlockBytes, 0));
-      ++found;
+    while (end.find(kBlockBytes) != 0) {
+      const BlockSet block = send(end, kBlockBytes, 0).blocks;
+      ASSERT_EQ(found & block, 0U);
+      found |= block;
     }
   }
-  EXPECT_EQ(found, 2 * kBlocksOfEach);
+  EXPECT_EQ(found, ~BlockSet{0});
+}
+
+// Each bit that the other end could turn, where there are as many blocks, and where there are
+// fewer.
+TEST(BlockPoolTest, WhatIsNowhereIsNotTakenBack) {
+  for (const std::size_t of_each : {std::size_t{1}, std::size_t{4}, kOfEach}) {
+    const BlockSet all = ~BlockSet{0} >> (64 - 2 * of_each);
+    for (int bit = 0; bit < 64; ++bit) {
+      Blocks blocks;
+      BlockPool end({blocks.areas[0].data(), blocks.areas[1].data()}, 0, {of_each, kBlockBytes},
+                    {&blocks.filled[0], &blocks.given_back[0]},
+                    {&blocks.filled[1], &blocks.given_back[1]});
+      end.pass(end.find(1));
+      blocks.given_back[1] = BlockSet{1} << bit;
+      for (BlockSet found = 0; (found = end.find(1)) != 0;) {
+        ASSERT_EQ(found & ~all, 0U) << bit << " of " << of_each;
+        end.pass(found);
+      }
+    }
+  }
 }
 
 TEST(BlockPoolTest, WhatHasComeIsCopiedAndTheRestLater) {

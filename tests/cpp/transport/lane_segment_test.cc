@@ -91,14 +91,31 @@ TEST(LaneSegmentTest, NoLaneReachesIntoAnother) {
         for (int receiver = 0; receiver < placement.size(); ++receiver) {
           if (placement.host_of(sender) == 0 || placement.host_of(receiver) == 0) {
             const auto* rings = reinterpret_cast<const std::byte*>(&lanes.rings(sender, receiver));
-            const bool has_blocks = shape.is_for_messages && table.is_inside(sender, receiver);
-            const ShmChannelMemory slots = lanes.channel(sender, receiver);
-            const std::span<const std::byte> data =
-                has_blocks
-                    ? lanes.blocks(sender, receiver)
-                    : std::span<const std::byte>(slots.slots, slots.slot_bytes * slots.slot_count);
-            EXPECT_LE(rings + sizeof(LaneRings), data.data());
-            ends[rings] = data.data() + data.size();
+            const std::byte*& lane_end = ends[rings];
+            lane_end = rings + sizeof(LaneRings);
+            if (!shape.is_for_messages || !table.is_inside(sender, receiver)) {
+              const ShmChannelMemory slots = lanes.channel(sender, receiver);
+              EXPECT_LE(lane_end, slots.slots);
+              lane_end = slots.slots + slots.slot_bytes * slots.slot_count;
+              continue;
+            }
+            const Announcement& last = lanes.announcement(sender, receiver, kLaneDepth - 1);
+            lane_end = last.payload() + lanes.most_riding_bytes(sender, receiver);
+            for (const bool is_stream : {false, true}) {
+              const auto pool_of = [&](int rank, int peer) {
+                return is_stream ? lanes.stream_pool(rank, peer) : lanes.ahead_pool(rank, peer);
+              };
+              const BlockPool own = pool_of(sender, receiver);
+              const BlockPool other = pool_of(receiver, sender);
+              const int count = static_cast<int>(is_stream ? kStreamBlocks : kAheadBlocks);
+              for (int i = 0; i < 2 * count; ++i) {
+                EXPECT_EQ(own.block(i), other.block(i)) << "both ends fill it";
+                if ((i >= count) == (sender > receiver)) {
+                  EXPECT_LE(lane_end, own.block(i)) << i;
+                  lane_end = own.block(i) + own.block_bytes();
+                }
+              }
+            }
           }
         }
       }

@@ -206,6 +206,23 @@ TEST(MessageWaysTest, TheSenderIsToldTheQuickerWay) {
   }
 }
 
+// Where no message comes ahead any more, since nobody asks for what fills the blocks, the others go
+// the way that is known to be quicker, and trying goes on.
+TEST(MessageWaysTest, WhatFindsNoBlocksGoesTheQuickerWay) {
+  Receiver receiver(kShort);
+  static_cast<void>(receiver.reads_of(50, /*is_read_slow=*/false));
+  int reads = 0;
+  for (int message = 0; message < 20'000; ++message) {
+    const MessageWays::Way way = receiver.choose(
+        kBytes, /*do_both_send=*/false, TunedMemory::kOrdinary, MessageWays::Came::kNotAhead);
+    const MessageWays::Time before = receiver.now();
+    receiver.pass(way.is_read() ? 100 : 200);
+    receiver.note(way, before);
+    reads += way.is_read() ? 1 : 0;
+  }
+  EXPECT_GT(reads, 19'500);
+}
+
 // As without the kernel collectives read shared memory where it lies.
 TEST(MessageWaysTest, WithoutATunerNothingIsReadThroughTheKernel) {
   Receiver receiver(std::nullopt);

@@ -20,7 +20,7 @@ namespace {
 
 TEST(MessagesTest, EverySizeArrives) {
   HostOfRanks host(2);
-  // Around a cache line, what rides along, a slot (256 KiB), and all slots of a lane.
+  // Around a cache line, what rides along, a piece (128 KiB), what comes ahead, and all blocks.
   const std::size_t riding = host.most_riding();
   const std::vector<std::size_t> counts = {0,          1,      8,          9,      100,
                                            riding - 1, riding, riding + 1, 65535,  65536,
@@ -147,34 +147,36 @@ TEST(MessagesTest, ALargeMessageNobodyAsksForBlocksNoOther) {
 
 // Its sender is done with it at once, its receiver finds it whenever it asks.
 TEST(MessagesTest, WhatIsFilledAheadWaitsForNobody) {
-  HostOfRanks host(2);
-  Messages sender = host.join(0);
-  Messages receiver = host.join(1);
-  const std::size_t block = host.most_ahead() / (kAheadBlocks / 2);
-  for (const std::size_t count :
-       {host.most_riding() + 1, block - 1, block, block + 1, 3 * block + 7, host.most_ahead()}) {
-    std::vector<std::uint32_t> sent = text(count, 1);
-    std::vector<std::uint32_t> overwritten = sent;
-    std::vector<std::uint32_t> got(count, 0);
-    sender.send(1, 0, buffer(overwritten), ignore);
+  for (const int ranks : {2, 20}) {  // whose blocks are of 32 KiB, and of 20
+    HostOfRanks host(ranks);
+    Messages sender = host.join(0);
+    Messages receiver = host.join(1);
+    const std::size_t block = host.lanes().ahead_pool(0, 1).block_bytes() / sizeof(std::uint32_t);
+    for (const std::size_t count :
+         {host.most_riding() + 1, block - 1, block, block + 1, 3 * block + 7, host.most_ahead()}) {
+      std::vector<std::uint32_t> sent = text(count, 1);
+      std::vector<std::uint32_t> overwritten = sent;
+      std::vector<std::uint32_t> got(count, 0);
+      sender.send(1, 0, buffer(overwritten), ignore);
+      while (sender.advance()) {
+      }
+      EXPECT_TRUE(sender.is_idle()) << count;
+      std::fill(overwritten.begin(), overwritten.end(), 0);
+      receiver.receive(0, 0, buffer(got), ignore);
+      while (receiver.advance()) {
+      }
+      EXPECT_TRUE(receiver.is_idle()) << count;
+      EXPECT_EQ(got, sent);
+    }
+    std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
+    sender.send(1, 0, buffer(sent), ignore);
     while (sender.advance()) {
     }
-    EXPECT_TRUE(sender.is_idle()) << count;
-    std::fill(overwritten.begin(), overwritten.end(), 0);
-    receiver.receive(0, 0, buffer(got), ignore);
-    while (receiver.advance()) {
-    }
-    EXPECT_TRUE(receiver.is_idle()) << count;
-    EXPECT_EQ(got, sent);
+    EXPECT_FALSE(sender.is_idle()) << "that it asks for";
   }
-  std::vector<std::uint32_t> sent = text(host.most_ahead() + 1, 1);
-  sender.send(1, 0, buffer(sent), ignore);
-  while (sender.advance()) {
-  }
-  EXPECT_FALSE(sender.is_idle()) << "that it asks for";
 }
 
-// What nobody asks for fills the blocks; others come through the slots meanwhile, and the blocks
+// What nobody asks for fills the blocks; others come in pieces meanwhile, and the blocks
 // are used again when it has been asked for after all.
 TEST(MessagesTest, FullBlocksAreInNobodysWay) {
   HostOfRanks host(2);

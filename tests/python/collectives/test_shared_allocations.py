@@ -302,7 +302,7 @@ def swap_messages() -> None:
         assert bool((swapped == 2 * time + peer).all()), time
     tuned = [each for each in _native.tuning_table() if each.memory == "shared"]
     (swaps,) = [each for each in tuned if each.sends_too and each.bytes == 4 * MIB]
-    assert {way for way, _ in swaps.times_us} == {(256 << 10, False, False), (0, False, True)}
+    assert {way for way, _ in swaps.times_us} == {(128 << 10, False, False), (0, False, True)}
 
 
 def test_messages_are_copied_from_where_they_lie() -> None:
