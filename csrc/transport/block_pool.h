@@ -33,7 +33,7 @@ using BlockWord = std::atomic<BlockSet>;
 class BlockPool {
  public:
   struct Words {
-    BlockWord* filled;  // null where fill(), copy() and empty() are not used
+    BlockWord* filled;  // null where fill() and copy() are not used
     BlockWord* given_back;
   };
   // What the rank of the lower number begins with, and the other one: each with as many blocks.

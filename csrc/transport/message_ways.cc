@@ -19,9 +19,6 @@ constexpr std::array<Choice, 2> kCandidates = {
 constexpr std::size_t kLane = 0;
 constexpr std::size_t kRead = 1;
 
-// So many messages may have been announced before their sender is told of another way.
-constexpr int kMostMisses = 2 * static_cast<int>(kLaneDepth);
-
 // Where nothing has been timed.
 constexpr bool is_usually_read(TunedMemory memory) noexcept {
   return memory == TunedMemory::kShared;
@@ -80,15 +77,9 @@ MessageWays::Way MessageWays::choose(std::size_t bytes, TunedMemory memory, bool
     if (way.is_read_ != (its.chooser.current() == kRead)) {
       its.chooser.charge();
     }
-    // Not for ever: blocks may be full from now on.
-    if (++its.misses <= kMostMisses) {
-      its.due = plan;
-    } else {
-      its.misses = 0;
-    }
+    its.due = plan;
     return way;
   }
-  its.misses = 0;
   way.is_read_ = way.is_next_read_;
   if (plan.is_timed) {
     its.is_timing = true;

@@ -7,9 +7,10 @@
 // long, as CandidateChooser says: at first in the way that groups before have found to be quicker,
 // or else through the lane, and out of shared memory, which needs no kernel, by a read.
 //
-// Of messages that are short enough to be put into the lane ahead of their grant, the sender has
-// decided before their receiver asks for them. Those it tells beforehand which way they had better
-// come; the first that does is timed.
+// Messages that are short enough come ahead, if their sender has not been told otherwise: when its
+// receiver asks for one there is nothing left to choose. So the receiver tells the sender which way
+// the next ones had better come, and times the first that does. The others, which were announced
+// before the sender knew, go the best known way if they still can.
 //
 // For one thread at a time.
 
@@ -37,7 +38,6 @@ class MessageWays {
     bool is_timing_read = false;
     // No message has come so that it could go this way since it was planned.
     std::optional<CandidateChooser::Plan> due = {};
-    int misses = 0;  // messages since then
   };
 
  public:
@@ -45,10 +45,11 @@ class MessageWays {
 
   // What a message's receiver finds when it asks for it.
   enum class Came : std::uint8_t {
-    kAnnounced,  // it is where its sender has it: so are all of its length
+    kAnnounced,  // it is where its sender has it, and comes through the lane as all of its length
+                 // do
     kAhead,      // it is in the lane, and can't be read any more
-    kNotAhead,   // it is where its sender has it, while others of its length are in the lane: its
-                 // time through the lane is not theirs
+    kNotAhead,   // it is where its sender has it, while others of its length come ahead: its time
+                 // through the lane is not theirs
   };
 
   // How one message comes.

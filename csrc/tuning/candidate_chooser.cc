@@ -98,6 +98,8 @@ void CandidateChooser::pass(std::size_t uses) noexcept {
   credit_ = std::min(credit_ + static_cast<double>(uses) / kUsesForOneTry, 2 * session_cost_);
 }
 
+void CandidateChooser::charge() noexcept { credit_ = std::max(credit_ - 1, -2 * session_cost_); }
+
 void CandidateChooser::note(std::size_t candidate, double time) {
   if (phase_ == Phase::kSteady) {
     if (candidate == current_) {

@@ -61,7 +61,7 @@ class CandidateChooser {
   void pass(std::size_t uses) noexcept;
 
   // A use that has gone another way than the best one known, without having been planned.
-  void charge() noexcept { credit_ -= 1; }
+  void charge() noexcept;
 
   // The best one known.
   [[nodiscard]] std::size_t current() const noexcept { return current_; }

@@ -35,7 +35,7 @@ struct TuningKey {
   TunedMemory memory = TunedMemory::kOrdinary;
   int ranks = 2;
   int size_class = 0;  // see size_class_of()
-  // Of a message: its receiver sends to its sender, too. False for all that come ahead.
+  // Of a message: its receiver sends to its sender, too. False for all that could come ahead.
   bool sends_too = false;
 
   auto operator<=>(const TuningKey&) const = default;

@@ -141,7 +141,7 @@ bool MessageQueue::drive() {
     moved = !done_.empty() || moved;
     finish_done();
     if (!moved && ++looks_ % kLooksBetweenChecks == 0) {
-      check_hope();
+      moved = check_hope();
     }
   } catch (...) {
     if (!health_->has_failed()) {
@@ -244,23 +244,23 @@ void MessageQueue::show_awaiting_nobody() noexcept {
   }
 }
 
-void MessageQueue::check_hope() {
+bool MessageQueue::check_hope() {
   show_awaited();
   for (Pending& pending : running_) {
     const int rank = pending.operation.peer;
     waits_for_rank_.store(rank, std::memory_order_relaxed);
     WaitCheck check(*health_, rank, pending.deadline, pending.notice);
-    // What the peer did is looked at in the next turn.
     if (!check.found_anything()) {
       continue;
     }
     if (check.ends_the_wait() && messages_.advance()) {
-      return;  // of others, too, nobody knows yet that they are done
+      return true;  // this message or others may be done: the next turn settles them
     }
     check.end_or_warn(describe(pending), [this](const GroupHealth::Keeper& keeper) {
       return join(health_->who(keeper.rank), " ", keeper.cause);
     });
   }
+  return false;
 }
 
 void MessageQueue::drain() {

@@ -62,7 +62,8 @@ class MessageQueue final : public WaitableDrivable {
   [[nodiscard]] std::shared_ptr<NativeWork> make_work();
   [[nodiscard]] Journal::Ticket note_begin(const Operation& operation, std::uint64_t number);
   void start_submitted();
-  void check_hope();
+  // Whether it has moved anything: then nobody has been given up.
+  [[nodiscard]] bool check_hope();
   void show_awaited();
   void show_awaiting_nobody() noexcept;
   void finish_done();

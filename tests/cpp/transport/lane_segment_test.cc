@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <map>
 #include <set>
-#include <span>
 #include <string>
 #include <vector>
 

@@ -182,11 +182,11 @@ TEST(MessageWaysTest, MemoriesAreToldApart) {
 TEST(MessageWaysTest, TheSenderIsToldTheQuickerWay) {
   using Came = MessageWays::Came;
   for (const bool is_read_slow : {false, true}) {
-    for (const std::size_t late : {1U, 3U, 20U}) {
+    for (const std::size_t late : {1U, 3U, 20U, 100U}) {
       Receiver receiver(kShort);
       std::deque<bool> told(late, false);
       int reads = 0;
-      for (int message = 0; message < 1000; ++message) {
+      for (int message = 0; message < 5000; ++message) {
         const bool is_told = told.front();
         told.pop_front();
         const MessageWays::Way way =
@@ -199,28 +199,32 @@ TEST(MessageWaysTest, TheSenderIsToldTheQuickerWay) {
         const bool is_slow = way.is_read() == is_read_slow;
         receiver.pass(is_told && !way.is_read() ? 5000 : is_slow ? 200 : 100);
         receiver.note(way, before);
-        reads += message >= 900 && way.is_read() ? 1 : 0;
+        reads += message >= 4900 && way.is_read() ? 1 : 0;
       }
-      EXPECT_EQ(reads, is_read_slow ? 0 : 100) << late;
+      // The later the sender hears of it, the longer a session takes: one may be going on.
+      EXPECT_LE(is_read_slow ? reads : 100 - reads, late < 100 ? 0 : 10) << late;
     }
   }
 }
 
-// Where no message comes ahead any more, since nobody asks for what fills the blocks, the others go
-// the way that is known to be quicker, and trying goes on.
+// Where no message comes ahead any more, since nobody asks for what fills the blocks, all go the
+// way that is known to be quicker. Nothing is found out then: their times through the lane don't
+// count.
 TEST(MessageWaysTest, WhatFindsNoBlocksGoesTheQuickerWay) {
-  Receiver receiver(kShort);
-  static_cast<void>(receiver.reads_of(50, /*is_read_slow=*/false));
-  int reads = 0;
-  for (int message = 0; message < 20'000; ++message) {
-    const MessageWays::Way way = receiver.choose(
-        kBytes, /*do_both_send=*/false, TunedMemory::kOrdinary, MessageWays::Came::kNotAhead);
-    const MessageWays::Time before = receiver.now();
-    receiver.pass(way.is_read() ? 100 : 200);
-    receiver.note(way, before);
-    reads += way.is_read() ? 1 : 0;
+  for (const bool is_read_slow : {false, true}) {
+    Receiver receiver(kShort);
+    static_cast<void>(receiver.reads_of(50, is_read_slow));
+    int reads = 0;
+    for (int message = 0; message < 20'000; ++message) {
+      const MessageWays::Way way = receiver.choose(
+          kBytes, /*do_both_send=*/false, TunedMemory::kOrdinary, MessageWays::Came::kNotAhead);
+      const MessageWays::Time before = receiver.now();
+      receiver.pass(way.is_read() == is_read_slow ? 200 : 100);
+      receiver.note(way, before);
+      reads += way.is_read() ? 1 : 0;
+    }
+    EXPECT_LE(is_read_slow ? reads : 20'000 - reads, 200);
   }
-  EXPECT_GT(reads, 19'500);
 }
 
 // As without the kernel collectives read shared memory where it lies.

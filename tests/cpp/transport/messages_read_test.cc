@@ -273,6 +273,31 @@ TEST(MessagesReadTest, BothWaysAreTriedWhoeverSendsMore) {
   }
 }
 
+// Where blocks are full, short ones are announced like long ones, and both ways are tried.
+TEST(MessagesReadTest, ShortOnesThatFindNoBlocksAreTriedBothWays) {
+  constexpr TuningRhythm kRestless{.uses_before_first = 0, .rounds = 1, .always_tries = true};
+  constexpr int kTimes = 50;
+  HostOfRanks host(2);
+  Reader reader;
+  Messages sender = host.join(0, reader.reads_of(), MessageWays(kRestless));
+  Messages receiver = host.join(1, reader.reads_of(), MessageWays(kRestless));
+  std::vector<std::uint32_t> unasked = text(host.most_ahead(), 1);
+  for (int i = 0; i < 2; ++i) {
+    sender.send(1, 9, buffer(unasked), ignore);
+  }
+  advance_both(sender, receiver);
+  std::vector<std::uint32_t> sent = text(5'000, 2);
+  for (int time = 0; time < kTimes; ++time) {
+    std::vector<std::uint32_t> got(sent.size(), 0);
+    sender.send(1, 0, buffer(sent), ignore);
+    receiver.receive(0, 0, buffer(got), ignore);
+    advance_both(sender, receiver);
+    ASSERT_EQ(got, sent);
+  }
+  EXPECT_GT(reader.reads, 0);
+  EXPECT_LT(reader.reads, kTimes);
+}
+
 // A sender that is told while it is about to fill its blocks goes on as it has begun.
 TEST(MessagesReadTest, ASenderIsToldInTheMiddle) {
   HostOfRanks host(2);

@@ -20,7 +20,7 @@ namespace {
 
 TEST(MessagesTest, EverySizeArrives) {
   HostOfRanks host(2);
-  // Around a cache line, what rides along, a piece (128 KiB), what comes ahead, and all blocks.
+  // Around a cache line, what rides along, 8 blocks, what comes ahead, and all blocks.
   const std::size_t riding = host.most_riding();
   const std::vector<std::size_t> counts = {0,          1,      8,          9,      100,
                                            riding - 1, riding, riding + 1, 65535,  65536,
@@ -147,8 +147,10 @@ TEST(MessagesTest, ALargeMessageNobodyAsksForBlocksNoOther) {
 
 // Its sender is done with it at once, its receiver finds it whenever it asks.
 TEST(MessagesTest, WhatIsFilledAheadWaitsForNobody) {
-  for (const int ranks : {2, 20}) {  // whose blocks are of 32 KiB, and of 20
+  // Blocks of 32 KiB, and of 20, of which as many come ahead as a power of two has room for.
+  for (const auto& [ranks, most_bytes] : {std::pair{2, 512 << 10}, std::pair{20, 256 << 10}}) {
     HostOfRanks host(ranks);
+    EXPECT_EQ(host.most_ahead() * sizeof(std::uint32_t), static_cast<std::size_t>(most_bytes));
     Messages sender = host.join(0);
     Messages receiver = host.join(1);
     const std::size_t block = host.lanes().ahead_pool(0, 1).block_bytes() / sizeof(std::uint32_t);

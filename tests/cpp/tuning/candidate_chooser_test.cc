@@ -259,5 +259,28 @@ TEST(CandidateChooserTest, AWayThatNoOperationGoesIsReplacedByTheBestOther) {
   EXPECT_EQ(chooser.medians()[2], 10);
 }
 
+// Uses that went another way without a plan are paid from the same credit, but no debt lasts for
+// ever.
+TEST(CandidateChooserTest, WhatIsChargedPutsTheNextSessionOff) {
+  CandidateChooser free(2, 0, /*seed=*/1, {});
+  CandidateChooser charged(2, 0, /*seed=*/1, {});
+  const auto use = [](CandidateChooser& chooser, int uses, bool is_charged) {
+    for (int i = 0; i < uses; ++i) {
+      if (const CandidateChooser::Plan plan = chooser.next(); plan.is_timed) {
+        chooser.note(plan.candidate, plan.candidate == 0 ? 1 : 2);
+      }
+      if (is_charged && i % 100 == 99) {
+        chooser.charge();
+      }
+    }
+  };
+  use(free, 40'000, /*is_charged=*/false);
+  use(charged, 40'000, /*is_charged=*/true);
+  EXPECT_GE(free.judged(), 4U);
+  EXPECT_EQ(charged.judged(), 1U);
+  use(charged, 20'000, /*is_charged=*/false);
+  EXPECT_GT(charged.judged(), 1U);
+}
+
 }  // namespace
 }  // namespace pydist
