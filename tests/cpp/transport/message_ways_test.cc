@@ -199,10 +199,10 @@ TEST(MessageWaysTest, TheSenderIsToldTheQuickerWay) {
         const bool is_slow = way.is_read() == is_read_slow;
         receiver.pass(is_told && !way.is_read() ? 5000 : is_slow ? 200 : 100);
         receiver.note(way, before);
-        reads += message >= 4900 && way.is_read() ? 1 : 0;
+        reads += message >= 3000 && way.is_read() ? 1 : 0;
       }
-      // The later the sender hears of it, the longer a session takes: one may be going on.
-      EXPECT_LE(is_read_slow ? reads : 100 - reads, late < 100 ? 0 : 10) << late;
+      // Trying goes on now and then.
+      EXPECT_LE(is_read_slow ? reads : 2000 - reads, 100) << late;
     }
   }
 }
