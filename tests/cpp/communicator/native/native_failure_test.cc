@@ -354,9 +354,10 @@ TEST(NativeFailureTest, ALeaverLetsTheOthersFinishWhatItHasDone) {
       std::this_thread::sleep_for(milliseconds(20));  // so that it has begun
       group.shutdown();
       EXPECT_THROW(work->wait(), Aborted);
+      self.store->set("has left", "");
       return;
     }
-    std::this_thread::sleep_for(milliseconds(100));
+    static_cast<void>(self.store->get("has left", Deadline::in(std::chrono::seconds(30))));
     group.run(broadcast(word, 0, false));
     EXPECT_EQ(word[0], 5);
     EXPECT_THROW(group.run(std::move(symmetric)), PeerLost);
