@@ -74,9 +74,10 @@ class BlockPool {
   // All of the message has been copied.
   void empty(BlockSet blocks) noexcept;
 
-  // For who has another way to tell the other end of it: what find() has just found is the other's
-  // from now on; and this end has been told so, and has emptied them.
+  // The same without the words of full blocks, for a caller that tells the other end by itself.
+  // What find() has just found is the other end's from now on.
   void pass(BlockSet blocks) noexcept;
+  // What the other end has passed, and this one has emptied, is this one's from now on.
   void accept(BlockSet blocks) noexcept;
   // Whether there is such a block, which this end doesn't have.
   [[nodiscard]] bool is_passed(BlockSet blocks) const noexcept {
