@@ -24,13 +24,12 @@ constexpr std::size_t kPieceBytes = 40;
 struct Stream {
   std::array<std::vector<std::byte>, 2> areas{std::vector<std::byte>(kStreamBlocks * kPieceBytes),
                                               std::vector<std::byte>(kStreamBlocks * kPieceBytes)};
-  std::array<BlockWord, 2> filled{};
   std::array<BlockWord, 2> given_back{};
   std::array<BlockStream::Pieces, 2> pieces{};
 
   [[nodiscard]] BlockStream end(std::size_t rank) {
     const auto words = [this](std::size_t of) {
-      return BlockPool::Words{&filled[of], &given_back[of]};
+      return BlockPool::Words{.filled = nullptr, .given_back = &given_back[of]};
     };
     return {BlockPool({areas[0].data(), areas[1].data()}, rank, {kStreamBlocks, kPieceBytes},
                       words(rank), words(1 - rank)),

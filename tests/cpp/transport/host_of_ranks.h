@@ -11,10 +11,12 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "threads_as_ranks.h"
 #include "transport/message_ways.h"
 #include "transport/messages.h"
@@ -124,5 +126,17 @@ inline std::vector<std::uint32_t> text(std::size_t count, std::uint32_t seed) {
 }
 
 inline void ignore(int) {}
+
+// `messages` finds that what `rank` has written can't be.
+inline void expect_damage_by(int rank, Messages& messages) {
+  try {
+    messages.advance();
+    ADD_FAILURE() << "it was believed";
+  } catch (const Error& error) {
+    const std::string what = error.what();
+    EXPECT_NE(what.find(join("Rank ", rank)), std::string::npos) << what;
+    EXPECT_NE(what.find("shared memory has been damaged"), std::string::npos) << what;
+  }
+}
 
 }  // namespace pydist::testing
