@@ -68,6 +68,18 @@ constexpr std::array kVariables = {
                         "not in parts in two; no more than PYDIST_CHUNK_BYTES. The same on every "
                         "rank. Unset: 64 KiB, but 128 KiB divided among the other ranks where they "
                         "reduce, and near that what is fastest (PYDIST_TUNING)."},
+    EnvironmentVariable{
+        "PYDIST_ROUNDS_FROM", "2 to 1048576", "",
+        "From how many hosts on ranks tell each other of a collective in rounds: "
+        "each log2(hosts) others, one after the other, and not every host at once. "
+        "The same on every rank. Results do not depend on it. Unset: 16, or 3 where "
+        "all hosts are containers of one machine."},
+    EnvironmentVariable{
+        "PYDIST_ROUNDS_BYTES", "0 to 16777216", "",
+        "The most bytes of an all_reduce between hosts of one rank each whose data "
+        "goes in rounds (PYDIST_ROUNDS_FROM), where it is not sent whole to all. The "
+        "same on every rank. Results do not depend on it. Unset: 4 KiB for each "
+        "host, and 256 KiB from 64 hosts on or on one machine."},
     EnvironmentVariable{"PYDIST_STAGING_BYTES", "65536 to 1073741824", "4194304",
                         "Bytes of a part of a GPU tensor on its way through host memory, where the "
                         "backend is native or gloo. The same on every rank."},
@@ -272,6 +284,12 @@ Environment Environment::read() {
   environment.pins_chunk = lookup("PYDIST_CHUNK_BYTES").has_value();
   if (lookup("PYDIST_ONE_SHOT_BYTES")) {
     read_whole("PYDIST_ONE_SHOT_BYTES", 0, 16777216, environment.one_shot_bytes.emplace());
+  }
+  if (lookup("PYDIST_ROUNDS_FROM")) {
+    read_whole("PYDIST_ROUNDS_FROM", 2, 1048576, environment.rounds_from.emplace());
+  }
+  if (lookup("PYDIST_ROUNDS_BYTES")) {
+    read_whole("PYDIST_ROUNDS_BYTES", 0, 16777216, environment.rounds_bytes.emplace());
   }
   read_whole("PYDIST_STAGING_BYTES", 65536, 1073741824, environment.staging_bytes);
   read_seconds("PYDIST_HEARTBEAT_WARNING", environment.heartbeat_warning);

@@ -82,6 +82,10 @@ struct Environment {
   // The most bytes that a rank gives to all others whole, in one chunk at most; without a value as
   // many as pay on most machines (collectives/shared_memory/route.h).
   std::optional<std::size_t> one_shot_bytes;
+  // From how many hosts on ranks talk in rounds, and the most bytes of an all_reduce that goes so;
+  // without a value as RoundsSettings (collectives/between_hosts/between_hosts.h).
+  std::optional<std::size_t> rounds_from;
+  std::optional<std::size_t> rounds_bytes;
   TuningChoice tuning = TuningChoice::kOn;
   // Whether ranks may read each other's memory through the kernel (memory/process_memory.h).
   bool single_copy = true;

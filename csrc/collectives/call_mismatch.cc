@@ -118,6 +118,11 @@ std::uint64_t posted_total(const Group& group, const Call& call, int peer) {
   }
 }
 
+// Whether each receiver gets a block of its own from each sender.
+bool has_blocks_of_receivers(OpKind kind) noexcept {
+  return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
+}
+
 // What a post says of where its data lies must make sense: it is read there without another look.
 // No rank writes anything else, unless its memory is damaged.
 void check_way(const Group& group, const Call& call, int peer) {
@@ -139,6 +144,12 @@ void check_way(const Group& group, const Call& call, int peer) {
       break;
     case Offer::kEager:
       makes_sense &= bytes <= group.chunk_bytes();
+      // What a rank gives to itself alone is not sent.
+      if (group.announcer() != nullptr) {
+        const std::uint64_t own =
+            has_blocks_of_receivers(call.kind) ? group.posted_count(peer, peer) : 0;
+        makes_sense &= detail.eager_bytes == bytes - own * element_size(call.wire_dtype);
+      }
       break;
     case Offer::kSymmetric: {
       // An all_gather is gathered where all blocks lie.

@@ -42,10 +42,23 @@ Condition Group::may_post() noexcept {
 }
 
 void Group::publish_post(std::size_t eager_bytes) {
-  publish_post_quietly();
-  if (announcer_ != nullptr) {
-    announcer_->send_post(sequence_, round_, eager_bytes);
+  if (announcer_ == nullptr) {
+    publish_post_quietly();
+    notify();
+    return;
   }
+  publish_post_on_host(eager_bytes);
+  announcer_->send_post(sequence_, round_);
+}
+
+void Group::publish_post_on_host(std::size_t eager_bytes) {
+  my_detail().eager_bytes = eager_bytes;
+  publish_post_quietly();
+  notify();
+}
+
+void Group::publish_passed_on() noexcept {
+  segment_.control(rank_).passed_on.store(sequence_, std::memory_order_release);
   notify();
 }
 
@@ -86,6 +99,11 @@ void Group::publish(CounterOf counter, std::uint64_t round) noexcept {
 
 Condition Group::done_by(CounterOf counter, int rank, std::uint64_t round) const noexcept {
   return {segment_.control(rank).*counter, rank, round + 1};
+}
+
+const std::byte* Group::arrived(int rank, std::uint64_t round, std::size_t bytes) const noexcept {
+  const RankControl::Arrival& arrival = segment_.control(rank).arrivals[round % kTransitSlots];
+  return arrival.round == round && arrival.bytes == bytes ? segment_.transit(rank, round) : nullptr;
 }
 
 Condition Group::done_by_all(CounterOf counter, std::uint64_t round) const noexcept {

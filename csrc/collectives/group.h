@@ -28,6 +28,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "collectives/call.h"
@@ -49,9 +50,17 @@ class Announcer {
   Announcer& operator=(const Announcer&) = delete;
   virtual ~Announcer() = default;
 
-  // This rank's post of operation `sequence` is complete, and its transit slot of `round` holds so
-  // many bytes for all.
-  virtual void send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) = 0;
+  // This rank's post of operation `sequence` is complete, and in its transit slot of `round` lies
+  // what goes ahead of it: for all other hosts.
+  virtual void send_post(std::uint64_t sequence, std::uint64_t round) = 0;
+  // The same for one rank of another host, and of the posts of several ranks, all of which are
+  // here. The last of them is the last that is seen there. `deposit`: as send_deposit(), ahead of
+  // the posts; or nothing.
+  virtual void send_posts(std::span<const int> ranks, int receiver, std::uint64_t sequence,
+                          std::uint64_t round, std::span<const std::byte> deposit) = 0;
+  // Puts data into this rank's transit slot of `round` on the host of `receiver`, and then raises
+  // RankControl::deposited there.
+  virtual void send_deposit(int receiver, std::uint64_t round, std::span<const std::byte> data) = 0;
 };
 
 class Tuning;
@@ -74,6 +83,8 @@ class Group {
   }
   [[nodiscard]] Tuning* tuning() const noexcept { return tuning_; }
   [[nodiscard]] const SymmetricHeap& heap() const noexcept { return heap_; }
+  // Null on one host.
+  [[nodiscard]] Announcer* announcer() const noexcept { return announcer_; }
   [[nodiscard]] const GroupSegment& segment() const noexcept { return segment_; }
 
   // Whether each rank can read the allocation heaps of all others. Once it is so, it stays so.
@@ -142,6 +153,13 @@ class Group {
   }
   // `eager_bytes`: how much of its transit slot of the first round goes to other hosts with it.
   void publish_post(std::size_t eager_bytes = 0);
+  // The same on this host alone; announcer(), which there is, takes it to the others.
+  void publish_post_on_host(std::size_t eager_bytes);
+  // Says that this rank has passed on what it had to of this operation.
+  void publish_passed_on() noexcept;
+  [[nodiscard]] Condition passed_on_by(int rank) const noexcept {
+    return {segment_.control(rank).passed_on, rank, sequence_};
+  }
   // The same on one host, but wakes nobody: notify() or complete(), or a sequentially consistent
   // fence and ring_after_fence(), have to follow.
   void publish_post_quietly() noexcept {
@@ -222,6 +240,10 @@ class Group {
     (segment_.control(rank_).*counter).store(round + 1, std::memory_order_release);
   }
   [[nodiscard]] Condition done_by(CounterOf counter, int rank, std::uint64_t round) const noexcept;
+  // What a rank of another host has sent into its transit slot of `round`, which is there; null
+  // where it is not so many bytes, as from a rank whose memory is damaged.
+  [[nodiscard]] const std::byte* arrived(int rank, std::uint64_t round,
+                                         std::size_t bytes) const noexcept;
   [[nodiscard]] Condition done_by_all(CounterOf counter, std::uint64_t round) const noexcept;
 
   // Wakes peers that sleep; for counters that are published otherwise.

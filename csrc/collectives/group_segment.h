@@ -7,10 +7,10 @@
 // which ranks write and read before they all have reserved anything, the lowest rank of the host
 // reserves before it lets others map the segment; so it does with the record of failure. Of two
 // ranks each writes into the other's transit as well, and the first to need any reserves both: see
-// Note [Transits that are exchanged] in group.h. For a rank on another host, its counterpart here
-// writes (communicator/peers/remote_ranks.h), and the lowest rank of this host reserves. Controls
-// are reserved when the group is made; a rank reserves its transit when it first needs it, so that
-// a group that only moves small things takes a few pages.
+// Note [Transits that are exchanged] in group.h. For a rank on another host, the rank here that
+// hears of it writes (communicator/peers/remote_ranks.h), and the lowest rank of this host
+// reserves. Controls are reserved when the group is made; a rank reserves its transit when it first
+// needs it, so that a group that only moves small things takes a few pages.
 
 #pragma once
 
@@ -132,6 +132,8 @@ struct alignas(64) PostDetail {
   double factor = 1.0;      // premul_sum
   std::uint64_t total = 0;  // elements of all blocks together
   TuningWord word;
+  // Of data that goes to other hosts ahead of the post: how much of the rank's transit slot it is.
+  std::uint64_t eager_bytes = 0;
 };
 static_assert(sizeof(PostDetail) == 64);
 
@@ -155,6 +157,14 @@ struct RankControl {
   alignas(64) Counter deposited;              // rounds whose chunk this rank has written
   alignas(64) Counter reduced;                // rounds whose slice this rank has reduced
   alignas(64) Counter consumed;  // rounds in which this rank needs nobody's transit any more
+  // Of a rank on another host: what it has sent into its transit slots here, by slot.
+  struct Arrival {
+    std::uint64_t round;
+    std::uint64_t bytes;
+  };
+  std::array<Arrival, kTransitSlots> arrivals;
+  // Collectives of which this rank has passed on what it had to (between_hosts/announcing.h).
+  alignas(64) Counter passed_on;
   // The channel of the ring, which runs through the sender's transit.
   alignas(64) Counter ring_sent;                          // slots sent to the next rank
   std::array<std::uint32_t, kTransitSlots> ring_lengths;  // bytes in each of them

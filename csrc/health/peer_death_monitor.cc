@@ -1,7 +1,6 @@
 #include "health/peer_death_monitor.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -32,11 +31,7 @@ PeerDeathMonitor::PeerDeathMonitor(ProcessPage& own_page,
     : own_page_(own_page),
       heartbeat_warning_(heartbeat_warning),
       heartbeat_timeout_(heartbeat_timeout),
-      wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       last_check_ns_(monotonic_ns()) {
-  if (!wake_fd_) {
-    throw system_error("Cannot create an eventfd", errno);
-  }
   own_page_.heartbeat_ns.store(monotonic_ns(), std::memory_order_relaxed);
   thread_ = EngineThread("pydist-monitor", [this] { run(); });
 }
@@ -77,11 +72,7 @@ void PeerDeathMonitor::watch_peer(pid_t pid, Peer peer) {
   wake();
 }
 
-void PeerDeathMonitor::wake() {
-  const std::uint64_t one = 1;
-  // A full counter has woken the thread already.
-  [[maybe_unused]] const auto written = ::write(wake_fd_.get(), &one, sizeof one);
-}
+void PeerDeathMonitor::wake() { wake_fd_.raise(); }
 
 void PeerDeathMonitor::run() {
   while (!stopping_.load(std::memory_order_relaxed)) {
@@ -107,8 +98,7 @@ void PeerDeathMonitor::run() {
     }
     ::poll(waits.data(), waits.size(), static_cast<int>(kHeartbeatInterval.count()));
     if (waits[0].revents != 0) {
-      std::uint64_t count = 0;
-      [[maybe_unused]] const auto got = ::read(wake_fd_.get(), &count, sizeof count);
+      wake_fd_.reset();
     }
     try {
       for (std::size_t i = 0; i < readables.size(); ++i) {

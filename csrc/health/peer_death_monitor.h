@@ -24,6 +24,7 @@
 #include "base/fork.h"
 #include "base/log_queue.h"
 #include "health/process_page.h"
+#include "memory/event_descriptor.h"
 #include "memory/file_descriptor.h"
 
 namespace pydist {
@@ -80,7 +81,7 @@ class PeerDeathMonitor {
   const std::chrono::milliseconds heartbeat_warning_;
   const std::chrono::milliseconds heartbeat_timeout_;
   LogQueue log_;  // the thread itself must not wait for a reader
-  FileDescriptor wake_fd_;
+  EventDescriptor wake_fd_;
   std::int64_t last_check_ns_;  // the monitor's thread's
   std::atomic<bool> stopping_{false};
   std::mutex mutex_;

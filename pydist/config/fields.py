@@ -31,6 +31,8 @@ _ENGINE_TYPES: dict[str, Any] = {
     "spin_us": float | str,
     "chunk_bytes": int | str,
     "one_shot_bytes": int | str,
+    "rounds_from": int | str,
+    "rounds_bytes": int | str,
     "staging_bytes": int | str,
     "heartbeat_warning": float | str,
     "heartbeat_timeout": float | str,

@@ -10,7 +10,10 @@ Rabenseifner and W. Gropp, "Optimization of collective communication operations 
 International Journal of High Performance Computing Applications 19 (2005); the direct exchange is
 the bucket algorithm's bytes (E. Chan, M. Heimlich, A. Purkayastha and R. van de Geijn, "Collective
 communication: theory, practice, and experience", Concurrency and Computation 19, 2007) in one step,
-on processors with many ports.
+on processors with many ports. The all-to-all and the all-gather in rounds are those of J. Bruck,
+C.-T. Ho, S. Kipnis, E. Upfal and D. Weathersby, "Efficient algorithms for all-to-all communications
+in multiport message-passing systems", IEEE Transactions on Parallel and Distributed Systems 8
+(1997).
 
 Note [Stages]: A large exchange moves in chunks through stages: a reduce-scatter on the host, one
 over the link, an all-gather over the link, one on the host. They use two things, the rank's
@@ -40,6 +43,11 @@ from pydist.planning.costs import Costs
 INLINE_BYTES = 256
 # Of an announcement without data.
 ANNOUNCEMENT_BYTES = 64
+# From how many hosts on ranks talk in rounds, and the largest all-reduce that goes so, for each
+# host and at most (PYDIST_ROUNDS_FROM and PYDIST_ROUNDS_BYTES, as they are between machines).
+ROUNDS_FROM = 16
+ROUNDS_BYTES_OF_A_HOST = 4 << 10
+ROUNDS_BYTES = 256 << 10
 # Of the lanes of a host (collective_lanes() in csrc/transport/lane_segment.h): bytes of all
 # together, slots of each, bytes of a slot at least and, with chunks as they are by default, at
 # most, and the share of one that a part fills (Cut in csrc/collectives/between_hosts/segments.h).
@@ -179,6 +187,52 @@ def one_shot(costs: Costs, shape: Shape, size_bytes: float) -> float:
     return inline(costs, shape, size_bytes) + driven_s + shown_s
 
 
+def inline_in_rounds(costs: Costs, shape: Shape, size_bytes: float) -> float:
+    """As `inline`, but passed on from host to host: log2(h) messages one after the other.
+
+    log2(h) (alpha + o) in place of alpha + (h-1) o; the same bytes.
+    """
+    return _passed_on(costs, shape, inline(costs, shape, size_bytes))
+
+
+def one_shot_in_rounds(costs: Costs, shape: Shape, size_bytes: float) -> float:
+    """As `one_shot`, in log2(h) messages as `inline_in_rounds`."""
+    return _passed_on(costs, shape, one_shot(costs, shape, size_bytes))
+
+
+def _passed_on(costs: Costs, shape: Shape, direct_s: float) -> float:
+    link, rounds = costs.link, _rounds(shape)
+    saved_messages = shape.hosts - 1 - rounds
+    return direct_s - saved_messages * link.message_s + max(0, rounds - 1) * link.alpha_s
+
+
+def in_rounds(costs: Costs, shape: Shape, size_bytes: float) -> float:
+    """All-reduce by an all-to-all and an all-gather in rounds, between hosts of one rank each.
+
+    2 log2 h (alpha + o) + b (beta or, if more, the processor's time for a byte) + (h-1)/h s gamma,
+    where b, what each rank sends, is `bytes_in_rounds`. A round is over before the next one begins.
+    """
+    link = costs.link
+    byte_s = max(link.beta_s_per_byte, link.rank_s_per_byte)
+    combine_s = _others(shape.hosts) * size_bytes * link.gamma_s_per_byte
+    delays = 2 * _rounds(shape) * (link.alpha_s + link.message_s)
+    return delays + bytes_in_rounds(shape, size_bytes) * byte_s + combine_s
+
+
+def bytes_in_rounds(shape: Shape, size_bytes: float) -> float:
+    """What each rank sends in `in_rounds`, with announcements: about (log2(h)/2 + (h-1)/h) s.
+
+    A block that goes d ranks far is sent on as often as d has bits.
+    """
+    hops = sum(places.bit_count() for places in range(shape.hosts))
+    announced = (shape.hosts - 1) * ANNOUNCEMENT_BYTES
+    return (hops / shape.hosts + _others(shape.hosts)) * size_bytes + announced
+
+
+def _rounds(shape: Shape) -> int:
+    return (shape.hosts - 1).bit_length()
+
+
 def direct_exchange(costs: Costs, shape: Shape, size_bytes: float) -> float:
     """All-reduce by a reduce-scatter and an all-gather, each in one step between the hosts.
 
@@ -303,6 +357,9 @@ HOST_WAYS: dict[str, Time] = {
 WAYS: dict[str, Time] = {
     "inline": inline,
     "one shot": one_shot,
+    "inline in rounds": inline_in_rounds,
+    "one shot in rounds": one_shot_in_rounds,
+    "in rounds": in_rounds,
     "direct exchange": direct_exchange,
     "ring": ring,
     "halving and doubling": halving_doubling,
@@ -320,8 +377,8 @@ def seconds(
         shape: Of the job.
         size_bytes: Of the whole tensor.
         way: Of an all-reduce: a name in WAYS or HOST_WAYS. "auto": up to INLINE_BYTES those that
-            travel with announcements; beyond that the faster of one shot and the direct exchange.
-            On one host, buffers are in the symmetric heap.
+            travel with announcements; beyond that the fastest of one shot, in rounds where that is
+            done, and the direct exchange. On one host, buffers are in the symmetric heap.
     """
     if shape.ranks == 1:
         return 0.0
@@ -331,9 +388,20 @@ def seconds(
         return direct_reduce_scatter(costs, shape, size_bytes)
     if collective == "all_gather":
         return direct_all_gather(costs, shape, size_bytes)
+    return WAYS[_way_of(costs, shape, size_bytes)](costs, shape, size_bytes)
+
+
+def _way_of(costs: Costs, shape: Shape, size_bytes: float) -> str:
+    """Which way an all-reduce takes."""
+    talks_in_rounds = shape.hosts >= ROUNDS_FROM
+    announced = " in rounds" if talks_in_rounds else ""
     if size_bytes <= INLINE_BYTES:
-        return inline(costs, shape, size_bytes)
-    return min(one_shot(costs, shape, size_bytes), direct_exchange(costs, shape, size_bytes))
+        return "inline" + announced
+    ways = ["one shot" + announced, "direct exchange"]
+    most_bytes = min(shape.hosts * ROUNDS_BYTES_OF_A_HOST, ROUNDS_BYTES)
+    if talks_in_rounds and shape.ranks_per_host == 1 and size_bytes <= most_bytes:
+        ways.append("in rounds")
+    return min(ways, key=lambda way: WAYS[way](costs, shape, size_bytes))
 
 
 def link_bytes(
@@ -348,11 +416,11 @@ def link_bytes(
     if collective != "all_reduce":
         return announced + carried
     if way == "auto":
-        direct_s = direct_exchange(costs, shape, size_bytes)
-        sends_whole = size_bytes <= INLINE_BYTES or one_shot(costs, shape, size_bytes) < direct_s
-        way = "one shot" if sends_whole else "direct exchange"
-    if way in ("inline", "one shot"):
+        way = _way_of(costs, shape, size_bytes)
+    if way.startswith(("inline", "one shot")):
         return announced + others * size_bytes
+    if way == "in rounds":
+        return bytes_in_rounds(shape, size_bytes)
     if way == "direct exchange":
         return announced + 2 * carried
     # Of a ring one rank of each host sends; halving and doubling sends a little less.

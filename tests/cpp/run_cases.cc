@@ -33,7 +33,7 @@ std::string name_of_ranks_and_road(const ::testing::TestParamInfo<RanksAndRoad>&
 
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
                Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts,
-               std::optional<std::size_t> one_shot_bytes) {
+               std::optional<std::size_t> one_shot_bytes, std::optional<std::size_t> rounds_from) {
   const bool has_hosts_of_several = std::set<int>(hosts.begin(), hosts.end()).size() < hosts.size();
   std::vector<PreparedCase> prepared;
   for (const Case& what : cases) {
@@ -57,6 +57,7 @@ void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorit
   environment.algorithm = algorithm;
   environment.chunk_bytes = chunk_bytes;
   environment.one_shot_bytes = one_shot_bytes;
+  environment.rounds_from = rounds_from;
   run_ranks(
       size,
       [&](RankOfTest& self) {

@@ -32,6 +32,7 @@ using RanksAndRoad = std::tuple<int, AlgorithmChoice, Placement>;
 // One after the other, in one group; some asynchronously.
 void run_cases(const std::vector<Case>& cases, int size, AlgorithmChoice algorithm,
                Placement placement, std::size_t chunk_bytes, const HostsOfRanks& hosts = {},
-               std::optional<std::size_t> one_shot_bytes = std::nullopt);
+               std::optional<std::size_t> one_shot_bytes = std::nullopt,
+               std::optional<std::size_t> rounds_from = std::nullopt);
 
 }  // namespace pydist::testing

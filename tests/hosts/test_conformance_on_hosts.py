@@ -12,11 +12,18 @@ from ranks_on import RanksOn
 pytestmark = [pytest.mark.timeout(120), pytest.mark.thorough]
 
 SPLITS = [[1, 1], [2, 1], [2, 2], [1, 3], [1, 1, 1], [1, 2, 1]]
+IN_ROUNDS = [[1, 1, 1, 1, 1], [1, 2, 1]]
 
 
-@pytest.fixture(scope="module", params=SPLITS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(split, 1_000) for split in SPLITS] + [(split, 2) for split in IN_ROUNDS],
+    ids=lambda param: f"{param[0]}{' in rounds' if param[1] == 2 else ''}",
+)
 def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
-    with hosts_or_skip(len(request.param)) as hosts, RanksOn(hosts, request.param) as ranks:
+    split, rounds_from = request.param
+    env = {"PYDIST_ROUNDS_FROM": str(rounds_from)}
+    with hosts_or_skip(len(split)) as hosts, RanksOn(hosts, split, env=env) as ranks:
         yield ranks
 
 

@@ -102,6 +102,29 @@ def test_a_process_that_is_stopped_is_named_at_the_deadline(hosts: Hosts) -> Non
         assert "has shown no sign of life" in text
 
 
+# Five hosts, on which ranks hear of each other through others.
+IN_ROUNDS = {**NATIVE, "PYDIST_ROUNDS_FROM": "2"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(die_with_a_child, "PeerLost"), (leave_at, "PeerLost"), (stop_at, "Timeout")],
+)
+@pytest.mark.parametrize("count", everyday(3, thorough=(30_000,)))
+def test_who_fails_in_rounds_is_named_by_all(
+    fault: Callable[[int], None], error: str, count: int
+) -> None:
+    with hosts_or_skip(5) as hosts:
+        outcomes = rank_outcomes_on(
+            hosts, (1,) * 5, loop, fault, count, 4, timeout=30, env=IN_ROUNDS
+        )
+    for rank in (0, 1, 3, 4):
+        assert outcomes[rank].ok, outcomes[rank].describe()
+        name, ranks, _, took, text = outcomes[rank].value
+        assert (name, ranks) == (error, (2,)), text
+        assert took < 4 + 3 * PATIENCE, text
+
+
 def test_a_host_that_is_cut_off_is_lost_within_ten_seconds() -> None:
     with hosts_or_skip(2) as hosts:
         cut_at = []

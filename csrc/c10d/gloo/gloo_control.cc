@@ -10,6 +10,7 @@
 #include "health/doorbell.h"
 #include "health/text_field.h"
 #include "topology/hosts.h"
+#include "topology/rounds.h"
 
 namespace pydist {
 namespace {
@@ -152,34 +153,32 @@ void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadli
 void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Deadline deadline,
                              const std::function<void()>& look) {
   PYDIST_CHECK(bytes <= kMostRecordBytes);
-  const auto ranks = links_.size();
-  const auto own = static_cast<std::size_t>(rank_);
+  const Rounds rounds(rank_, size());
   std::uint64_t number = 0;
   {
     const std::lock_guard lock(mutex_);
     check_hope(rank_);
     number = ++gathers_ * kRounds;
   }
-  // blocks[i] is that of the i-th rank after this one.
-  std::vector<std::byte> blocks(ranks * bytes);
-  std::memcpy(blocks.data(), mine, bytes);
-  for (std::size_t have = 1; have < ranks; have *= 2, ++number) {
-    const std::size_t count = std::min(have, ranks - have);
-    const std::size_t to = (own + ranks - have) % ranks;
-    const std::size_t from = (own + have) % ranks;
-    FrameHeader header = frame_between(FrameKind::kRecords, id_, rank_, static_cast<int>(to));
+  // The records of this rank and of those after it.
+  std::vector<std::byte> records(links_.size() * bytes);
+  std::memcpy(records.data(), mine, bytes);
+  for (int round = 0; round < rounds.count(); ++round, ++number) {
+    const std::size_t told = static_cast<std::size_t>(rounds.told(round)) * bytes;
+    FrameHeader header = frame_between(FrameKind::kRecords, id_, rank_, rounds.to(round));
     header.number = number;
-    links_[to]->send(header, {blocks.data(), count * bytes});
-    const std::vector<std::byte> got = await(static_cast<int>(from), number, deadline, look);
-    if (got.size() != count * bytes) {
-      throw TransportError(join("rank ", from, " has sent ", got.size(),
-                                " bytes of records instead of ", count * bytes, "."));
+    links_[static_cast<std::size_t>(rounds.to(round))]->send(header, {records.data(), told});
+    const std::vector<std::byte> got = await(rounds.from(round), number, deadline, look);
+    if (got.size() != told) {
+      throw TransportError(join("rank ", rounds.from(round), " has sent ", got.size(),
+                                " bytes of records instead of ", told, "."));
     }
-    std::memcpy(blocks.data() + have * bytes, got.data(), got.size());
+    std::memcpy(records.data() + (std::size_t{1} << round) * bytes, got.data(), got.size());
   }
-  for (std::size_t step = 0; step < ranks; ++step) {
-    std::memcpy(static_cast<std::byte*>(all) + (own + step) % ranks * bytes,
-                blocks.data() + step * bytes, bytes);
+  for (int places = 0; places < rounds.size(); ++places) {
+    std::memcpy(
+        static_cast<std::byte*>(all) + static_cast<std::size_t>(rounds.after(places)) * bytes,
+        records.data() + static_cast<std::size_t>(places) * bytes, bytes);
   }
 }
 

@@ -1,7 +1,6 @@
 #include "c10d/gloo/gloo_death_watch.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -16,10 +15,7 @@ namespace pydist {
 
 DeathWatch::DeathWatch(const std::vector<ProcessIdentity>& processes, const ProcessIdentity& self,
                        std::function<void(std::size_t)> on_end)
-    : on_end_(std::move(on_end)), stop_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-  if (!stop_fd_) {
-    throw system_error("Cannot create an eventfd", errno);
-  }
+    : on_end_(std::move(on_end)) {
   for (std::size_t index = 0; index < processes.size(); ++index) {
     const ProcessIdentity& each = processes[index];
     // Where /proc does not tell when a process has started, its number may be another one's.
@@ -43,8 +39,7 @@ DeathWatch::DeathWatch(const std::vector<ProcessIdentity>& processes, const Proc
 
 DeathWatch::~DeathWatch() {
   if (!birth_.is_inherited()) {
-    const std::uint64_t one = 1;
-    [[maybe_unused]] const auto written = ::write(stop_fd_.get(), &one, sizeof one);
+    stop_fd_.raise();
   }
   thread_.join();
 }

@@ -15,6 +15,7 @@
 #include "base/engine_thread.h"
 #include "base/fork.h"
 #include "health/process_identity.h"
+#include "memory/event_descriptor.h"
 #include "memory/file_descriptor.h"
 
 namespace pydist {
@@ -43,7 +44,7 @@ class DeathWatch {
   const Birth birth_;
   const std::function<void(std::size_t)> on_end_;
   std::vector<Watched> watched_;
-  FileDescriptor stop_fd_;
+  EventDescriptor stop_fd_;
   EngineThread thread_;
 };
 

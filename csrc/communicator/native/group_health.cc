@@ -160,6 +160,7 @@ void GroupHealth::wake_everybody() noexcept {
   for (const PeerPtr& peer : peers_) {
     peer->doorbell->ring();
   }
+  endpoint_->progress()->wake_all();
 }
 
 bool GroupHealth::wait_for_heap_writers(std::chrono::nanoseconds patience) {
@@ -435,10 +436,21 @@ std::string GroupHealth::activity(int rank) const {
               seconds_since(last.finished_ns), " ago and is in no operation");
 }
 
+bool GroupHealth::has_begun(int rank, std::uint64_t sequence) const {
+  const std::vector<JournalEntry> entries =
+      peers_[static_cast<std::size_t>(rank)]->page->journal.read();
+  return std::any_of(entries.begin(), entries.end(), [&](const JournalEntry& entry) {
+    return entry.group == fingerprint_ && entry.sequence >= sequence &&
+           !is_point_to_point(static_cast<OpKind>(entry.kind));
+  });
+}
+
 std::string GroupHealth::where(int rank, OpKind kind, std::uint64_t sequence) const {
   const std::size_t slot = sequence % kPostDepth;
+  // A post that others pass on may be held up there (between_hosts/announcing.h).
   const bool entered =
-      segment_.control(rank).posts[slot].sequence.load(std::memory_order_acquire) >= sequence;
+      segment_.control(rank).posts[slot].sequence.load(std::memory_order_acquire) >= sequence ||
+      has_begun(rank, sequence);
   std::string sentence =
       join(who(rank), entered ? " entered " : " never entered ", to_string(kind), " #", sequence,
            entered ? " but has not done its part" : "", "; it ", activity(rank));

@@ -155,6 +155,8 @@ class GroupHealth {
   // "is stopped (SIGSTOP or a debugger)", or for how long it has shown no sign of life; empty where
   // there is nothing to tell.
   [[nodiscard]] std::string plight(int rank) const;
+  // Whether the rank's journal has collective `sequence`, or a later one.
+  [[nodiscard]] bool has_begun(int rank, std::uint64_t sequence) const;
   [[nodiscard]] bool has_left(int rank) const;
   [[nodiscard]] bool is_of_group(const JournalEntry& entry) const noexcept {
     return entry.group == fingerprint_ || entry.group == fingerprint_on_gpu_;

@@ -579,6 +579,13 @@ class Meeting {
     membership_.remote = std::make_shared<RemoteRanks>(
         rank_, placement(), number_of_token(token), token, *membership_.endpoint, memory_.group(),
         RemoteRanks::Lanes{memory_.messages(), memory_.collectives()}, membership_.peers);
+    const std::vector<NodeCard>& cards = network_roster_.cards;
+    const bool are_on_one_machine =
+        std::all_of(cards.begin(), cards.end(), [&cards](const NodeCard& each) {
+          return !each.machine.empty() && each.machine == cards.front().machine;
+        });
+    membership_.rounds =
+        rounds_settings(options_.environment, placement().hosts(), are_on_one_machine);
     FirstConnections connections(*membership_.endpoint->network(), rank_, placement(),
                                  membership_.peers, deadline_);
     connections.wait([this](int peer) { check_hope(peer); }, processes_, network_roster_.cards);

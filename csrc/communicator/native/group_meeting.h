@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/between_hosts/between_hosts.h"
 #include "collectives/group_segment.h"
 #include "communicator/native/native_communicator.h"
 #include "communicator/peers/endpoint.h"
@@ -28,6 +29,7 @@ struct NativeMembership {
   GroupSegment group_segment;
   LaneSegment message_segment;
   std::shared_ptr<RemoteRanks> remote;  // null where all ranks are on one host
+  RoundsSettings rounds{};              // between hosts
   SharedFile heap_file;
   std::vector<std::string> memory_limits;   // of each rank of this host, as memory_limits()
   std::vector<ProcessMemory> processes;     // of all ranks, if all can read all; or none

@@ -32,13 +32,16 @@ Call allocation_call(std::size_t count) {
           /*factor=*/1.0,    Blocks(),      Blocks(),      count};
 }
 
+// What the ranks tell each other rides in their posts.
+constexpr auto kInThePost = static_cast<std::uint8_t>(Offer::kInLines);
+
 // All ranks tell each other their errors; the result gets that of the lowest rank which has one.
 // Group::begin() has numbered it.
 Task share_error(Group& group, HeapAllocation& result) {
   using Text = std::array<char, kInlineBytes>;
   const Call call = allocation_call(0);
   co_await group.may_post();
-  describe_call(group, call);
+  describe_call(group, call, kInThePost);
   Text mine{};
   write_text(mine, result.error);
   std::memcpy(group.my_post().lines.data(), mine.data(), mine.size());
@@ -83,7 +86,7 @@ Task allocate_on_heap(Group& group, SymmetricHeap& heap, const Placement& ranks,
   }
   const Call call = allocation_call(bytes);
   co_await group.may_post();
-  describe_call(group, call);
+  describe_call(group, call, kInThePost);
   std::memcpy(group.my_post().lines.data(), &mine, sizeof mine);
   group.publish_post();
   co_await group.posted_by_all();

@@ -94,14 +94,14 @@ class NativeCommunicator final : public Communicator,
     const bool pins_ring = options_.environment.algorithm == AlgorithmChoice::kRing;
     collectives_ = std::make_shared<CollectiveQueue>(
         endpoint_->progress(), health_, engine_->group,
-        [engine = engine_, pins_ring](const Operation& operation, bool is_posted) {
+        [engine = engine_, pins_ring, rounds = membership.rounds](auto& operation, bool is_posted) {
           const Call call = resolve(operation, engine->group.rank(), engine->group.size());
           if (pins_ring && ring_supports(operation.kind)) {
             return run_ring(engine->group, call, engine->to_next(), engine->from_previous(),
                             engine->ring_slot_bytes());
           }
           return engine->remote ? run_between_hosts(engine->group, call, *engine->remote,
-                                                    engine->remote->placement())
+                                                    engine->remote->placement(), rounds)
                                 : run_shared_memory(engine->group, call, is_posted);
         },
         [rank, size](const Operation& operation) { return resolve(operation, rank, size); },

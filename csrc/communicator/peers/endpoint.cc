@@ -378,6 +378,7 @@ PeerPtr Endpoint::meet(const Card& card, std::optional<PeerRequest> asked, Deadl
     peer->doorbell = &doorbell();
     peer->local_pid = ::getpid();
   } else {
+    progress_->note_peer_here();
     const Stranger stranger(card);
     const auto await = [&](SegmentRequest& request) {
       return request.await(deadline, [&] {

@@ -11,7 +11,7 @@ namespace {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 17;
+constexpr int kSharedLayout = 18;
 
 }  // namespace
 
@@ -40,10 +40,15 @@ std::string words_of(const std::string& what) {
 }
 
 std::string settings_text(const Environment& environment) {
+  const auto text_of = [](const std::optional<std::size_t>& value) {
+    return value ? join(*value) : std::string();
+  };
   return join("layout ", kSharedLayout, " PYDIST_ALGORITHM=", to_string(environment.algorithm),
               " PYDIST_CHUNK_BYTES=", environment.chunk_bytes,
-              environment.pins_chunk ? "" : " (by default)", " PYDIST_ONE_SHOT_BYTES=",
-              environment.one_shot_bytes ? join(*environment.one_shot_bytes) : "",
+              environment.pins_chunk ? "" : " (by default)",
+              " PYDIST_ONE_SHOT_BYTES=", text_of(environment.one_shot_bytes),
+              " PYDIST_ROUNDS_FROM=", text_of(environment.rounds_from),
+              " PYDIST_ROUNDS_BYTES=", text_of(environment.rounds_bytes),
               " PYDIST_TUNING=", to_string(environment.tuning));
 }
 

@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "communicator/departure.h"
+#include "communicator/peers/post_records.h"
 #include "health/journal.h"
 #include "topology/told_error.h"
 #include "transport/shm_channel.h"
@@ -15,6 +16,9 @@
 
 namespace pydist {
 namespace {
+
+// Posts go into one frame up to here, far below what a frame may hold.
+constexpr std::size_t kEnoughPosts = std::size_t{1} << 20;
 
 constexpr std::chrono::nanoseconds kBetweenRefreshes = std::chrono::milliseconds(100);
 // How long a rank that leaves waits for connections by which something is to go: as long as a
@@ -41,7 +45,8 @@ RemoteRanks::RemoteRanks(int rank, const Placement& placement, std::uint64_t id,
       from_(peers_.size()),
       targets_(peers_.size()),
       last_segments_(peers_.size()),
-      has_transit_(peers_.size()) {
+      has_transit_(peers_.size()),
+      last_eager_bytes_(peers_.size()) {
   for (int host = 0; host < placement_.hosts(); ++host) {
     if (host != placement_.host_of(rank_)) {
       other_hosts_.push_back(host);
@@ -101,32 +106,64 @@ bool RemoteRanks::is_needed() const noexcept {
   });
 }
 
-void RemoteRanks::send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) {
-  const std::size_t slot = sequence % kPostDepth;
-  Post& post = segment_.control(rank_).posts[slot];
-  const std::size_t counts =
-      (post.flags & Post::kRagged) != 0 ? peers_.size() * sizeof(std::uint64_t) : 0;
-  post_.resize(kPostFrameBytes + counts);
-  std::memcpy(post_.data(), body_of(post), kPostBodyBytes);
-  std::memcpy(post_.data() + kPostBodyBytes, &segment_.control(rank_).details[slot],
-              sizeof(PostDetail));
-  if (counts != 0) {
-    std::memcpy(post_.data() + kPostFrameBytes, segment_.block_counts(rank_, slot), counts);
-  }
-  Frame eager{header_for(FrameKind::kEager, 0), {segment_.transit(rank_, round), eager_bytes}};
-  Frame announcement{header_for(FrameKind::kPost, 0), post_};
-  eager.header.number = round;
-  announcement.header.number = sequence;
+void RemoteRanks::send_post(std::uint64_t sequence, std::uint64_t round) {
+  gather_frames({&rank_, 1}, sequence, round);
   for (const int host : other_hosts_) {
-    // No other rank in the counterpart's place: what belongs together has to take one way.
-    eager.header.receiver = announcement.header.receiver = placement_.counterpart(rank_, host);
-    Link& way = *link(announcement.header.receiver);
+    send_frames_to(placement_.counterpart(rank_, host));
+  }
+}
+
+void RemoteRanks::send_posts(std::span<const int> ranks, int receiver, std::uint64_t sequence,
+                             std::uint64_t round, std::span<const std::byte> deposit) {
+  gather_frames(ranks, sequence, round);
+  if (!deposit.empty()) {
+    frames_.insert(frames_.begin(), {header_for(FrameKind::kDeposit, 0), deposit});
+    frames_.front().header.number = round;
+  }
+  send_frames_to(receiver);
+}
+
+void RemoteRanks::send_deposit(int receiver, std::uint64_t round, std::span<const std::byte> data) {
+  FrameHeader header = header_for(FrameKind::kDeposit, receiver);
+  header.number = round;
+  link(receiver)->send(header, data);
+}
+
+void RemoteRanks::gather_frames(std::span<const int> ranks, std::uint64_t sequence,
+                                std::uint64_t round) {
+  const std::size_t slot = sequence % kPostDepth;
+  post_.clear();
+  frames_.clear();
+  std::vector<std::size_t> ends;  // of what each frame brings, in post_
+  for (const int rank : ranks) {
+    if (post_.size() - (ends.empty() ? 0 : ends.back()) > kEnoughPosts) {
+      ends.push_back(post_.size());
+    }
+    append_post(post_, segment_, rank, slot, peers_.size());
+    const std::size_t eager_bytes = std::min<std::size_t>(
+        segment_.control(rank).details[slot].eager_bytes, segment_.chunk_bytes());
     if (eager_bytes != 0) {
-      way.send(eager, announcement);
-    } else {
-      way.send(announcement.header, announcement.payload);
+      frames_.push_back(
+          {header_for(FrameKind::kEager, 0), {segment_.transit(rank, round), eager_bytes}});
+      frames_.back().header.number = round;
+      frames_.back().header.extra = static_cast<std::uint64_t>(rank);
     }
   }
+  ends.push_back(post_.size());
+  for (std::size_t begin = 0; const std::size_t end : ends) {
+    frames_.push_back(
+        {header_for(FrameKind::kPost, 0), std::span(post_).subspan(begin, end - begin)});
+    frames_.back().header.number = sequence;
+    begin = end;
+  }
+}
+
+void RemoteRanks::send_frames_to(int receiver) {
+  // No other rank in the receiver's place: what belongs together has to take one way.
+  for (Frame& frame : frames_) {
+    frame.header.receiver = receiver;
+  }
+  link(receiver)->send(frames_);
 }
 
 SendChannel& RemoteRanks::to(int rank) {
@@ -248,8 +285,8 @@ void RemoteRanks::tell_departure() {
     for (const int rank : placement_.ranks_on(host)) {
       awaits_last_segment.push_back(std::byte{link(rank)->is_up()});
     }
-    // The way that this rank's posts have gone: another one might be quicker, and the ranks there
-    // would take the rank for gone before they see what it has done.
+    // The way that this rank's posts have gone, where it sends them directly: another one might be
+    // quicker, and the ranks there would take the rank for gone before they see what it has done.
     send_to_any_on(host, header, awaits_last_segment);
   }
 }

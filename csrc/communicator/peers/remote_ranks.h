@@ -5,8 +5,9 @@
 // Each host has memory of its own for the group, in which the ranks of the other hosts have their
 // places, too. What a rank publishes for all (posts, its departure, an error) it sends to one rank
 // of each other host, its counterpart there, which writes it into its host's memory and wakes the
-// others. So hosts that have as many ranks as each other share the work evenly. What is for one
-// rank alone (segments, messages) goes to that one.
+// others; or, of posts, in rounds to some, which pass it on (between_hosts/announcing.h). So hosts
+// that have as many ranks as each other share the work evenly. What is for one rank alone
+// (segments, messages) goes to that one.
 //
 // A rank that has let go of the group goes on to do so for the ranks of its host that have not,
 // until its process ends; then another one takes its place.
@@ -64,7 +65,10 @@ class RemoteRanks final : public Announcer,
   void release_buffers();
 
   // -- Announcer --------------------------------------------------------------------------------
-  void send_post(std::uint64_t sequence, std::uint64_t round, std::size_t eager_bytes) override;
+  void send_post(std::uint64_t sequence, std::uint64_t round) override;
+  void send_posts(std::span<const int> ranks, int receiver, std::uint64_t sequence,
+                  std::uint64_t round, std::span<const std::byte> deposit) override;
+  void send_deposit(int receiver, std::uint64_t round, std::span<const std::byte> data) override;
 
   // -- Channels ---------------------------------------------------------------------------------
   [[nodiscard]] std::size_t slot_bytes() const noexcept override {
@@ -102,9 +106,6 @@ class RemoteRanks final : public Announcer,
   void refresh_pages();
 
  private:
-  // A post and its detail, as they travel; sizes of ragged blocks may follow.
-  static constexpr std::size_t kPostFrameBytes = kPostBodyBytes + sizeof(PostDetail);
-
   // Of the segments that have arrived from one rank in one set of lanes; the server's.
   struct Arrivals {
     std::array<bool, kMostLaneSlots> is_there{};
@@ -149,7 +150,14 @@ class RemoteRanks final : public Announcer,
   // that one has ended.
   [[nodiscard]] bool speaks_for(int rank) const noexcept;
 
-  void take_post(const FrameHeader& header, const std::byte* payload);
+  // What brings the posts of some ranks, and before them what goes ahead of them. It refers to
+  // post_ and to transit memory.
+  void gather_frames(std::span<const int> ranks, std::uint64_t sequence, std::uint64_t round);
+  void send_frames_to(int receiver);
+  // Where a rank of another host deposits.
+  [[nodiscard]] std::byte* place_of_deposit(const FrameHeader& header, int rank);
+  void note_arrival(const FrameHeader& header, int rank);
+  void take_posts(const FrameHeader& header, const std::byte* payload);
   void take_segment(const FrameHeader& header);
   void take_message_news(const FrameHeader& header, const std::byte* payload);
   // Segments that have passed between two ranks, of which this is one.
@@ -168,13 +176,15 @@ class RemoteRanks final : public Announcer,
   Lanes lanes_;
   const std::vector<PeerPtr> peers_;  // by rank
   std::vector<int> other_hosts_;
-  std::vector<std::byte> post_;                   // as it travels
+  std::vector<std::byte> post_;                   // posts as they travel
+  std::vector<Frame> frames_;                     // that bring them
   std::vector<std::unique_ptr<SendChannel>> to_;  // by rank
   std::vector<std::unique_ptr<ReceiveChannel>> from_;
   std::array<std::vector<Arrivals>, 2> arrivals_;          // by set of lanes, and rank
   std::vector<SegmentTargets> targets_;                    // of collectives; by rank
   std::vector<std::atomic<std::uint64_t>> last_segments_;  // by rank, plus one; 0: not told
   std::vector<bool> has_transit_;                          // of ranks on other hosts; the server's
+  std::vector<std::uint64_t> last_eager_bytes_;  // by rank, of a post to come; the server's
   std::atomic<std::int64_t> next_refresh_ns_{0};
   std::atomic<bool> has_passed_failure_on_{false};
   std::atomic<bool> has_departed_{false};

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "communicator/peers/post_records.h"
 #include "communicator/peers/remote_ranks.h"
 #include "health/journal.h"
 #include "topology/told_error.h"
@@ -13,6 +14,11 @@
 
 namespace pydist {
 namespace {
+
+// Whether it announces an operation, or brings what goes ahead of one.
+bool is_of_operation(FrameKind kind) noexcept {
+  return kind == FrameKind::kPost || kind == FrameKind::kEager || kind == FrameKind::kDeposit;
+}
 
 void raise_to(Counter& counter, std::uint64_t value) noexcept {
   // One thread at a time writes it. Frames of several connections may overtake each other.
@@ -74,22 +80,20 @@ std::byte* RemoteRanks::place(const FrameHeader& header, std::uint64_t sender) {
 }
 
 std::byte* RemoteRanks::place_checked(const FrameHeader& header, std::uint64_t sender) {
-  const auto counts = placement_.size() * sizeof(std::uint64_t);
   switch (header.kind) {
     case FrameKind::kPost:
       require_sender(header, sender);
-      require(header.bytes == kPostFrameBytes || header.bytes == kPostFrameBytes + counts, header);
+      require(header.bytes <= most_record_bytes(peers_.size()), header);
       return nullptr;
     case FrameKind::kEager: {
       require_sender(header, sender);
-      require(header.bytes <= segment_.chunk_bytes(), header);
-      const auto place = static_cast<std::size_t>(header.sender);
-      if (!has_transit_[place]) {
-        segment_.reserve_transit(header.sender);
-        has_transit_[place] = true;
-      }
-      return segment_.transit(header.sender, header.number);
+      const auto rank = static_cast<int>(std::min(header.extra, peers_.size()));
+      require(rank < placement_.size() && link(rank), header);
+      return place_of_deposit(header, rank);
     }
+    case FrameKind::kDeposit:
+      require_sender(header, sender);
+      return place_of_deposit(header, header.sender);
     case FrameKind::kSegment: {
       require_sender(header, sender);
       require(header.receiver == rank_ && header.lanes <= 1, header);
@@ -151,13 +155,22 @@ std::byte* RemoteRanks::place_checked(const FrameHeader& header, std::uint64_t s
 
 void RemoteRanks::take(const FrameHeader& header, const std::byte* payload,
                        std::uint64_t /*sender*/) {
+  if (segment_.failure().is_set() && is_of_operation(header.kind)) {
+    return;  // there may have been no memory for it, and nobody waits for it any more
+  }
   switch (header.kind) {
     case FrameKind::kPost:
-      take_post(header, payload);
+      take_posts(header, payload);
       ring_host();
       return;
     case FrameKind::kEager:
+      note_arrival(header, static_cast<int>(header.extra));
       return;  // its post follows
+    case FrameKind::kDeposit:
+      note_arrival(header, header.sender);
+      raise_to(segment_.control(header.sender).deposited, header.number + 1);
+      ring_host();
+      return;
     case FrameKind::kSegment:
       take_segment(header);
       return;
@@ -206,19 +219,36 @@ void RemoteRanks::take(const FrameHeader& header, const std::byte* payload,
   }
 }
 
-void RemoteRanks::take_post(const FrameHeader& header, const std::byte* payload) {
-  const std::size_t slot = header.number % kPostDepth;
-  RankControl& control = segment_.control(header.sender);
-  Post& post = control.posts[slot];
-  require(header.number > post.sequence.load(std::memory_order_relaxed), header);
-  std::memcpy(body_of(post), payload, kPostBodyBytes);
-  std::memcpy(&control.details[slot], payload + kPostBodyBytes, sizeof(PostDetail));
-  if (header.bytes > kPostFrameBytes) {
-    std::memcpy(segment_.block_counts(header.sender, slot), payload + kPostFrameBytes,
-                header.bytes - kPostFrameBytes);
+std::byte* RemoteRanks::place_of_deposit(const FrameHeader& header, int rank) {
+  require(header.bytes <= segment_.chunk_bytes(), header);
+  const auto place = static_cast<std::size_t>(rank);
+  if (!has_transit_[place]) {
+    segment_.reserve_transit(rank);
+    has_transit_[place] = true;
   }
-  require(header.bytes > kPostFrameBytes || (post.flags & Post::kRagged) == 0, header);
-  post.sequence.store(header.number, std::memory_order_release);
+  return segment_.transit(rank, header.number);
+}
+
+void RemoteRanks::note_arrival(const FrameHeader& header, int rank) {
+  segment_.control(rank).arrivals[header.number % kTransitSlots] = {header.number, header.bytes};
+  last_eager_bytes_[static_cast<std::size_t>(rank)] =
+      header.kind == FrameKind::kEager ? header.bytes : 0;
+}
+
+void RemoteRanks::take_posts(const FrameHeader& header, const std::byte* payload) {
+  std::span<const std::byte> records(payload, header.bytes);
+  require(!records.empty(), header);
+  while (!records.empty()) {
+    const PostRecord record = take_record(records, peers_.size());
+    const Counter& last = segment_.control(record.rank).posts[header.number % kPostDepth].sequence;
+    require(link(record.rank) && header.number > last.load(std::memory_order_relaxed), header);
+    PostDetail detail;
+    std::memcpy(&detail, record.detail.data(), sizeof detail);
+    // What goes ahead of a post has come before it, or ranks would look where nothing is.
+    std::uint64_t& eager_bytes = last_eager_bytes_[static_cast<std::size_t>(record.rank)];
+    require(detail.eager_bytes == std::exchange(eager_bytes, 0), header);
+    write_post(record, segment_, header.number);
+  }
 }
 
 void RemoteRanks::take_segment(const FrameHeader& header) {

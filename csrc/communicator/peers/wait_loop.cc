@@ -61,7 +61,7 @@ void ProgressThread::stop() noexcept {
     dropped.swap(handed_over_);
     has_news_.notify_all();
   }
-  doorbell_->ring();
+  wake_all();
   thread.join();
 }
 
@@ -108,7 +108,7 @@ void ProgressThread::hand_over(const std::shared_ptr<Drivable>& drivable, HandOv
     }
   }
   has_news_.notify_all();
-  doorbell_->ring();
+  wake_all();
 }
 
 void ProgressThread::run() {

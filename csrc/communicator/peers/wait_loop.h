@@ -145,6 +145,13 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
     return std::chrono::nanoseconds(spin_ns_.load(std::memory_order_relaxed));
   }
   [[nodiscard]] Doorbell& doorbell() noexcept { return *doorbell_; }
+  // Wakes all sleepers of this process, wherever they sleep. Call after the change is published.
+  void wake_all() noexcept {
+    doorbell_->ring();
+    if (TcpNode* const network = polled_network_.load(std::memory_order_acquire)) {
+      network->wake_sleeper();
+    }
+  }
 
   // What comes from other hosts comes over `network`, which whoever waits polls from now on.
   void set_network(std::shared_ptr<TcpNode> network);
@@ -153,6 +160,15 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
     // Where ranks share cores, the thread that serves the network keeps doing so.
     return network != nullptr && network->poll(/*stays=*/spin().count() != 0);
   }
+  // In which a waiter sleeps. Null where that is no way to sleep: who shares this process's host
+  // rings its doorbell.
+  [[nodiscard]] TcpNode* network_to_sleep_in() const noexcept {
+    return has_peers_here_.load(std::memory_order_relaxed)
+               ? nullptr
+               : polled_network_.load(std::memory_order_acquire);
+  }
+  // A process of this host may ring the doorbell from now on.
+  void note_peer_here() noexcept { has_peers_here_.store(true, std::memory_order_relaxed); }
   // The caller goes to sleep.
   void leave_network() noexcept {
     if (TcpNode* const network = polled_network_.load(std::memory_order_acquire)) {
@@ -188,6 +204,7 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   EngineThread thread_;               // guarded by mutex_
   std::shared_ptr<TcpNode> network_;  // guarded by mutex_; set once
   std::atomic<TcpNode*> polled_network_{nullptr};
+  std::atomic<bool> has_peers_here_{false};
   std::atomic<bool> has_thread_{false};  // for start() alone, which is called often
 };
 
@@ -252,11 +269,20 @@ void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longe
     if (end->has_passed()) {
       break;
     }
+    const auto sleep_in = [&](auto& sleeper) {
+      if (!drive() && !is_finished()) {
+        sleeper.sleep(end->remaining(kLongestSleep));
+      }
+    };
+    if (TcpNode* const network = progress_->network_to_sleep_in()) {
+      if (TcpNode::Sleeper sleeper(*network); sleeper.may_sleep()) {
+        sleep_in(sleeper);
+        continue;
+      }
+    }
     progress_->leave_network();
     Sleeper sleeper(doorbell);
-    if (!drive() && !is_finished()) {
-      sleeper.sleep(end->remaining(kLongestSleep));
-    }
+    sleep_in(sleeper);
   }
   is_attended_.store(false);
 }

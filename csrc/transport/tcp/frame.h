@@ -26,8 +26,10 @@ enum class FrameKind : std::uint8_t {
   kHeartbeat = 1,
   kGoodbye,  // the process ends in good order
   // Of a group; `sender` and `receiver` are its ranks.
-  kPost,       // number: of the operation; payload: the post of rank `sender`
-  kEager,      // number: of the round; payload: what lies in its transit slot
+  kPost,       // number: of the operation; payload: posts of some ranks (PostRecord)
+  kEager,      // number: of the round; extra: a rank whose post follows; payload: what lies in its
+               // transit slot
+  kDeposit,    // number: of the round; payload: what goes into the transit slot of rank `sender`
   kSegment,    // number: of the slot's filling, from 1; payload: what lies in the slot
   kReleased,   // number: slots that the receiver has released
   kAnnounced,  // number: of the message; payload: its announcement

@@ -17,7 +17,7 @@ namespace {
 constexpr std::size_t kLarge = std::size_t{16} << 10;
 
 // The system is given so many frames in one call.
-constexpr std::size_t kMostAtOnce = 2;
+constexpr std::size_t kMostAtOnce = 16;
 
 // What nobody wants is read in such pieces.
 constexpr std::size_t kDropped = std::size_t{64} << 10;

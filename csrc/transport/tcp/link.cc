@@ -70,9 +70,10 @@ void Link::send(const FrameHeader& header, std::span<const std::byte> payload) {
   send_now_or_later({&frame, 1}, /*is_segment=*/false);
 }
 
-void Link::send(const Frame& first, const Frame& second) {
-  std::array<OutgoingFrame, 2> frames{outgoing(first), outgoing(second)};
-  send_now_or_later(frames, /*is_segment=*/false);
+void Link::send(std::span<const Frame> frames) {
+  std::vector<OutgoingFrame> all(frames.size());
+  std::transform(frames.begin(), frames.end(), all.begin(), outgoing);
+  send_now_or_later(all, /*is_segment=*/false);
 }
 
 void Link::send_once_up(const FrameHeader& header) {

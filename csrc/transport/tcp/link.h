@@ -42,8 +42,8 @@ class Link {
 
   // Sends a frame; the payload is copied where it can't go at once. After a loss it does nothing.
   void send(const FrameHeader& header, std::span<const std::byte> payload = {});
-  // The same for two that belong together, which take one call of the system and not two.
-  void send(const Frame& first, const Frame& second);
+  // The same for some that belong together, which take one call of the system and not several.
+  void send(std::span<const Frame> frames);
   // Sends a small frame as soon as there is a connection for something else.
   void send_once_up(const FrameHeader& header);
   // Sends a segment, which stays where it is until `written` has counted it.

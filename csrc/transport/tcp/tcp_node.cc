@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <array>
@@ -19,14 +18,14 @@
 namespace pydist {
 namespace {
 
-// How often the thread looks whether still somebody polls.
+// How often the thread looks whether still somebody polls: at first, and where somebody has at
+// every look so far.
 constexpr int kLook_ms = 1;
-// The same for deadlines and signs of life.
+constexpr int kLongestLook_ms = 2;
+// How often it looks at deadlines and gives a sign of life.
 constexpr std::chrono::milliseconds kBeat{500};
 // How long the end waits for the other ends, which have got all, to close their connections too.
 constexpr std::chrono::milliseconds kFarewell{1'000};
-// Up to so many links it is quicker to look at each than to ask which has something.
-constexpr std::size_t kFewLinks = 2;
 
 FileDescriptor new_epoll() {
   FileDescriptor epoll(::epoll_create1(EPOLL_CLOEXEC));
@@ -66,12 +65,11 @@ TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
     : settings_(settings),
       log_(log),
       listener_(listen_on(settings.ports)),
-      wake_fd_(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC)),
       meetings_(new_epoll()),
-      connections_(new_epoll()) {
-  if (!wake_fd_) {
-    throw system_error("An event descriptor", errno);
-  }
+      connections_(new_epoll()),
+      thread_set_(new_epoll()),
+      sleeper_set_(new_epoll()),
+      look_ms_(kLook_ms) {
   listener_not_inherited_.emplace(listener_.get());
   card_.name = random_token();
   card_.machine = machine_identity();
@@ -84,7 +82,10 @@ TcpNode::TcpNode(const NetworkSettings& settings, LogQueue& log)
   }
   watch_in(meetings_.get(), EPOLL_CTL_ADD, wake_fd_.get(), EPOLLIN, kWakeEvent);
   watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, kListenerEvent);
-  watch_in(connections_.get(), EPOLL_CTL_ADD, meetings_.get(), EPOLLIN, kMeetingEvent);
+  watch_in(thread_set_.get(), EPOLL_CTL_ADD, meetings_.get(), EPOLLIN, kMeetingsEvent);
+  watch_in(thread_set_.get(), EPOLL_CTL_ADD, connections_.get(), EPOLLIN, kConnectionsEvent);
+  watch_in(sleeper_set_.get(), EPOLL_CTL_ADD, connections_.get(), EPOLLIN, kConnectionsEvent);
+  watch_in(sleeper_set_.get(), EPOLL_CTL_ADD, sleeper_fd_.get(), EPOLLIN, kSleeperEvent);
   thread_ = EngineThread("pydist-network", [this] { run(); });
 }
 
@@ -111,10 +112,11 @@ LinkPtr TcpNode::link_to(const NodeCard& peer, const std::string& token, const J
   auto link = std::make_shared<Link>(
       peer.name, links_.size() + 1,
       [this] {
-        // Whoever polls sends it; the thread has to be told.
-        if (!is_polled_.load(std::memory_order_relaxed)) {
+        // Whoever polls sends it. Who sleeps has to be told, and the thread, which dials.
+        if (!is_polled_.load(std::memory_order_relaxed) || is_slept_in_.load()) {
           wake();
         }
+        wake_sleeper();
       },
       std::move(on_loss));
   links_.push_back(link);
@@ -165,37 +167,7 @@ void TcpNode::drop(const FrameSink& sink, FrameKind kind) {
   }
 }
 
-bool TcpNode::poll(bool stays) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock) {
-    return false;
-  }
-  if (stays) {
-    polls_.fetch_add(1, std::memory_order_relaxed);
-    if (!is_polled_.load(std::memory_order_relaxed)) {
-      // The thread may sleep for long; from now on it is to look whether still somebody polls.
-      is_polled_.store(true);
-      wake();
-    }
-  }
-  try {
-    return serve_frames();
-  } catch (const std::exception& error) {  // the system has no memory
-    log_.post(LogLevel::kError, join("Serving the network: ", error.what()));
-    return false;
-  }
-}
-
-void TcpNode::hand_over() noexcept {
-  if (is_polled_.exchange(false)) {
-    wake();
-  }
-}
-
-void TcpNode::wake() noexcept {
-  const std::uint64_t one = 1;
-  static_cast<void>(!::write(wake_fd_.get(), &one, sizeof one));
-}
+void TcpNode::wake() noexcept { wake_fd_.raise(); }
 
 void TcpNode::run() {
   while (!is_stopping_.load()) {
@@ -257,14 +229,25 @@ void TcpNode::await_taken() {
 }
 
 bool TcpNode::wait() {
-  std::array<epoll_event, 64> events;
+  std::array<epoll_event, 1> event;
   if (is_polled_.load()) {
-    const int count = ::epoll_wait(meetings_.get(), events.data(), events.size(), kLook_ms);
+    // While somebody sleeps, who leaves will say so.
+    int longest_ms = look_ms_;
+    {
+      const std::lock_guard lock(mutex_);
+      if (is_dozing_) {
+        longest_ms = static_cast<int>(kBeat.count());
+      }
+    }
+    const int count = ::epoll_wait(meetings_.get(), event.data(), event.size(), longest_ms);
+    const std::lock_guard lock(mutex_);
     const std::uint64_t polls = polls_.load(std::memory_order_relaxed);
-    if (polls == seen_polls_) {
+    const bool is_as_before = std::exchange(seen_polls_, polls) == polls;
+    is_dozing_ = is_as_before && is_slept_in_.load();
+    if (is_as_before && !is_dozing_) {
       is_polled_.store(false);
     }
-    seen_polls_ = polls;
+    look_ms_ = is_as_before ? kLook_ms : kLongestLook_ms;
     return count > 0;
   }
   Deadline next = Deadline::in(kBeat);
@@ -281,12 +264,11 @@ bool TcpNode::wait() {
   }
   const auto longest = std::chrono::duration_cast<std::chrono::milliseconds>(
       next.remaining(kBeat) + std::chrono::microseconds(999));
-  const int count = ::epoll_wait(connections_.get(), events.data(), events.size(),
+  std::array<epoll_event, 2> events;
+  const int count = ::epoll_wait(thread_set_.get(), events.data(), events.size(),
                                  static_cast<int>(longest.count()));
-  // Where not all could be told, it may be among the rest.
-  return count == static_cast<int>(events.size()) ||
-         std::any_of(events.begin(), events.begin() + std::max(0, count),
-                     [](const epoll_event& event) { return event.data.u64 == kMeetingEvent; });
+  return std::any_of(events.begin(), events.begin() + std::max(0, count),
+                     [](const epoll_event& event) { return event.data.u64 == kMeetingsEvent; });
 }
 
 void TcpNode::watch(const Link& link) {
@@ -302,46 +284,6 @@ void TcpNode::watch(const Link& link) {
   }
 }
 
-bool TcpNode::serve_frames() {
-  const auto sink_of = [this](std::uint64_t group) -> FrameSink* {
-    const auto sink = sinks_.find(group);
-    return sink == sinks_.end() ? nullptr : sink->second;
-  };
-  bool has_come = false;
-  const auto serve = [&](Link& link) {
-    if (link.is_lost() || link.sockets().empty()) {
-      return;
-    }
-    if (link.has_to_send()) {
-      link.flush();
-    }
-    has_come = link.receive(sink_of) || has_come;
-    if (const std::optional<std::string> why = link.end()) {
-      lose(known_.at(link.peer()), *why);
-    }
-  };
-  if (links_.size() <= kFewLinks) {
-    for (std::size_t index = 0; index < links_.size(); ++index) {
-      serve(*links_[index]);
-    }
-    return has_come;
-  }
-  std::array<epoll_event, 64> events;
-  const int count = ::epoll_wait(connections_.get(), events.data(), events.size(), 0);
-  for (int index = 0; index < count; ++index) {
-    const std::uint64_t number = events[static_cast<std::size_t>(index)].data.u64;
-    if (number != kMeetingEvent) {
-      serve(*links_[number - 1]);
-    }
-  }
-  for (std::size_t index = 0; index < links_.size(); ++index) {
-    if (links_[index]->has_to_send() || links_[index]->is_ending()) {
-      serve(*links_[index]);
-    }
-  }
-  return has_come;
-}
-
 void TcpNode::lose(Known& known, const std::string& why) {
   for (const std::unique_ptr<FramedSocket>& socket : known.link->sockets()) {
     // A child that was forked may keep the connection open, and the system would go on to tell.
@@ -354,6 +296,7 @@ void TcpNode::lose(Known& known, const std::string& why) {
   for (const auto& [group, sink] : sinks_) {
     sink->lose(known.link->number());
   }
+  wake_sleeper();
 }
 
 void TcpNode::beat() {

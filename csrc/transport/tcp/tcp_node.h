@@ -4,14 +4,18 @@
 // Note [Who serves the network]
 // Whoever waits for another host polls the connections itself, so that what arrives is seen without
 // a thread being woken. As long as somebody does, the thread stays away from them, but for a look
-// each millisecond whether still somebody polls. A waiter that goes to sleep hands over to the
-// thread, which then waits for the system to tell of something, and rings the doorbells of those
-// that wait for it.
+// every millisecond or two whether still somebody polls. A waiter that goes to sleep hands over to
+// the thread, which then waits for the system to tell of something, and rings the doorbells of
+// those that wait for it. Where nobody but this process rings its doorbell, a waiter sleeps in the
+// network itself, and is woken once where the thread and then the waiter would be. One at a time
+// does: the others leave all that comes to it.
 //
 // Thread safe. Sinks and callbacks run on the thread that serves, which holds the right to: they
 // must not wait, and must not call add_sink() or remove_sink().
 
 #pragma once
+
+#include <sys/epoll.h>
 
 #include <atomic>
 #include <chrono>
@@ -23,6 +27,7 @@
 #include <mutex>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,6 +36,7 @@
 #include "base/env.h"
 #include "base/fork.h"
 #include "base/log_queue.h"
+#include "memory/event_descriptor.h"
 #include "memory/file_descriptor.h"
 #include "memory/job_secret.h"
 #include "transport/tcp/conversation.h"
@@ -86,7 +92,30 @@ class TcpNode {
   // Serves the connections, unless another thread does; returns whether anything has come. Once it
   // has been called with `stays`, the caller will call again soon, or hand_over().
   bool poll(bool stays);
-  // From now on the thread serves.
+  // Announces that this thread is about to sleep in the network. Between construction and sleep()
+  // the caller looks at what it waits for once more: from construction on nobody else serves, and
+  // wake_sleeper() wakes it.
+  class Sleeper {
+   public:
+    explicit Sleeper(TcpNode& node);
+    ~Sleeper();
+    Sleeper(const Sleeper&) = delete;
+    Sleeper& operator=(const Sleeper&) = delete;
+
+    // False where another thread sleeps here already: the caller has to sleep elsewhere.
+    [[nodiscard]] bool may_sleep() const noexcept { return may_sleep_; }
+    // Serves the connections once something comes, or has waited to be sent and can be; returns
+    // after `longest` at the latest, by wake_sleeper(), or by a signal. To be called once.
+    void sleep(std::chrono::nanoseconds longest) noexcept;
+
+   private:
+    TcpNode& node_;
+    bool may_sleep_;
+  };
+  // Wakes who sleeps here. A sequentially consistent fence has to come between what it is to see
+  // and the call.
+  void wake_sleeper() noexcept;
+  // From now on the thread serves, unless somebody sleeps here.
   void hand_over() noexcept;
 
   // Tells all that this process now ends in good order.
@@ -115,10 +144,13 @@ class TcpNode {
 
   void run();
   void wake() noexcept;
-  // What meetings_ tells of besides talks, and connections_ besides links, by numbers of their own.
+  // What meetings_ tells of besides talks, by numbers of their own.
   static constexpr std::uint64_t kWakeEvent = 0;
   static constexpr std::uint64_t kListenerEvent = ~std::uint64_t{0};
-  static constexpr std::uint64_t kMeetingEvent = 0;
+  // What thread_set_ and sleeper_set_ tell of.
+  static constexpr std::uint64_t kMeetingsEvent = 0;
+  static constexpr std::uint64_t kConnectionsEvent = 1;
+  static constexpr std::uint64_t kSleeperEvent = 2;
 
   // Waits until something happens, while this thread serves; or at most a moment, while others do.
   // Returns whether meetings_ has something.
@@ -142,6 +174,14 @@ class TcpNode {
   void tell_all(FrameKind kind);
   // With mutex_.
   bool serve_frames();
+  bool serve(Link& link);
+  // Logs what it throws, since the system has no memory.
+  template <typename Serve>
+  bool try_to_serve(const Serve& serve) noexcept;
+  // With mutex_: the thread is to leave the connections to the caller.
+  void keep_thread_away() noexcept;
+  // With mutex_: nobody sleeps any more.
+  void end_sleep() noexcept;
   void await_taken();
   void lose_silent_links();
   void watch(const Link& link);
@@ -154,10 +194,15 @@ class TcpNode {
   FileDescriptor listener_;
   std::optional<NotInherited> listener_not_inherited_;
   NodeCard card_;
-  FileDescriptor wake_fd_;
+  EventDescriptor wake_fd_;
+  EventDescriptor sleeper_fd_;
   FileDescriptor meetings_;     // epoll: wake_fd_, listener_ and the talks
-  FileDescriptor connections_;  // epoll: meetings_ and all connections
+  FileDescriptor connections_;  // epoll: all connections
+  FileDescriptor thread_set_;   // epoll: meetings_ and connections_
+  FileDescriptor sleeper_set_;  // epoll: connections_ and sleeper_fd_
+  // Changed with mutex_: whether the thread stays away, and whether somebody sleeps.
   std::atomic<bool> is_polled_{false};
+  std::atomic<bool> is_slept_in_{false};
   std::atomic<std::uint64_t> polls_{0};
   std::atomic<bool> is_stopping_{false};
   std::mutex mutex_;                           // the right to serve
@@ -173,6 +218,8 @@ class TcpNode {
   Deadline next_warning_ = Deadline::in(std::chrono::nanoseconds(0));  // guarded by mutex_
   Deadline next_beat_ = Deadline::in(std::chrono::nanoseconds(0));     // guarded by mutex_
   std::uint64_t seen_polls_ = 0;                                       // the thread's
+  int look_ms_;                                                        // the thread's
+  bool is_dozing_ = false;  // the thread, while somebody sleeps; guarded by mutex_
   EngineThread thread_;
 };
 

@@ -52,8 +52,7 @@ void TcpNode::serve_meetings() {
   for (int index = 0; index < count; ++index) {
     const std::uint64_t event = events[static_cast<std::size_t>(index)].data.u64;
     if (event == kWakeEvent) {
-      std::uint64_t wakes = 0;
-      static_cast<void>(!::read(wake_fd_.get(), &wakes, sizeof wakes));
+      wake_fd_.reset();
     } else if (event == kListenerEvent) {
       accept_all();
     } else if (const auto talk = talks_.find(event); talk != talks_.end()) {
@@ -176,6 +175,7 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
     known.link->add(conversation.release());
     watch_in(connections_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, known.link->number());
     known.link->sockets().back()->watched_events = EPOLLIN;
+    watch(*known.link);  // what has waited for it may not go all at once
     return;
   }
   if (conversation.is_dialer()) {

@@ -77,6 +77,8 @@ TEST_F(EnvironmentTest, DefaultsAreWhatTheListSays) {
   EXPECT_EQ(written.log_levels.all, unset.log_levels.all);
   EXPECT_FALSE(unset.host_id.has_value());
   EXPECT_FALSE(unset.one_shot_bytes.has_value());
+  EXPECT_FALSE(unset.rounds_from.has_value());
+  EXPECT_FALSE(unset.rounds_bytes.has_value());
   EXPECT_FALSE(unset.spin.has_value());
   EXPECT_TRUE(unset.cpu_isa.empty());
 }
@@ -88,6 +90,8 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   set("PYDIST_SPIN_US", "0");
   set("PYDIST_CHUNK_BYTES", "4096");
   set("PYDIST_ONE_SHOT_BYTES", "0");
+  set("PYDIST_ROUNDS_FROM", "3");
+  set("PYDIST_ROUNDS_BYTES", "0");
   set("PYDIST_STAGING_BYTES", "65536");
   set("PYDIST_HEARTBEAT_WARNING", "0.25");
   set("PYDIST_HEARTBEAT_TIMEOUT", "90");
@@ -100,6 +104,8 @@ TEST_F(EnvironmentTest, ReadsEveryVariable) {
   EXPECT_EQ(environment.spin, std::chrono::microseconds(0));
   EXPECT_EQ(environment.chunk_bytes, 4096u);
   EXPECT_EQ(environment.one_shot_bytes, std::size_t{0});
+  EXPECT_EQ(environment.rounds_from, std::size_t{3});
+  EXPECT_EQ(environment.rounds_bytes, std::size_t{0});
   EXPECT_EQ(environment.staging_bytes, 65536u);
   EXPECT_EQ(environment.heartbeat_warning, std::chrono::milliseconds(250));
   EXPECT_EQ(environment.heartbeat_timeout, std::chrono::seconds(90));

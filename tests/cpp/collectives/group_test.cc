@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -21,8 +22,11 @@ constexpr std::size_t kChunkBytes = 4096;
 
 class Silent final : public Announcer {
  public:
-  void send_post(std::uint64_t /*sequence*/, std::uint64_t /*round*/,
-                 std::size_t /*eager_bytes*/) override {}
+  void send_post(std::uint64_t /*sequence*/, std::uint64_t /*round*/) override {}
+  void send_posts(std::span<const int> /*ranks*/, int /*receiver*/, std::uint64_t /*sequence*/,
+                  std::uint64_t /*round*/, std::span<const std::byte> /*deposit*/) override {}
+  void send_deposit(int /*receiver*/, std::uint64_t /*round*/,
+                    std::span<const std::byte> /*data*/) override {}
 };
 
 struct RankOfGroup {

@@ -51,7 +51,7 @@ from wires import Wires
 
 __all__ = ["Host", "Hosts", "HostsUnavailableError", "Link", "address_of"]
 
-MOST_HOSTS = 4
+MOST_HOSTS = 64
 # Of the namespace of whoever reads it.
 _TCP = Path("/proc/sys/net/ipv4")
 
@@ -183,7 +183,7 @@ class Hosts(Sequence[Host]):
     """Some hosts, until the end of a `with`; see the module's docstring.
 
     Args:
-        count: the number of hosts, 1 to 4.
+        count: the number of hosts, 1 to 64.
         links: the number of interfaces of each host that lead to the others.
         mtu: the bytes of the largest packet.
         delay_ms: how long each packet takes from host to host, between two hosts. More than 0, here

@@ -1,5 +1,6 @@
 """`pydist plan --hosts`: step times and efficiency, and what is said to be assumed."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,8 @@ def test_json(capsys: pytest.CaptureFixture[str], source: str) -> None:
             share = 1 if kind == "ddp" else 1 / row["ranks"]
             assert step["step_s"] == pytest.approx(0.03 + 0.003 * share + step["exposed_s"])
         steps = [row[kind]["exposed_s"] for row in rows]
-        assert steps == sorted(steps)
+        # With more hosts the first and the last message of an exchange hide more: Note [Stages].
+        assert all(few <= 1.01 * many for few, many in itertools.pairwise(steps))
         # Of 8 MiB to 8 hosts: 7/8 to and fro.
         assert rows[1][kind]["link_bytes"] == pytest.approx(2 * (8 << 20) * 7 / 8, rel=0.01)
     assert rows[0]["ddp"]["link_bytes"] == 0

@@ -16,14 +16,18 @@ from pydist.planning.exchange_time import (
     HOST_WAYS,
     WAYS,
     Shape,
+    bytes_in_rounds,
     direct_all_gather,
     direct_exchange,
     direct_reduce_scatter,
     halving_doubling,
+    in_rounds,
     inline,
+    inline_in_rounds,
     link_bytes,
     message_bytes,
     one_shot,
+    one_shot_in_rounds,
     pipelined,
     ring,
     seconds,
@@ -68,6 +72,70 @@ def test_small_data_travels_with_announcements() -> None:
     expected = 1000 + 2 * 10 + announced + 5 * 16 * 2 + 100
     assert inline(ROUND, shape, 16) == pytest.approx(expected)
     assert one_shot(ROUND, shape, 16) == pytest.approx(expected + 2 * 16 * 1 + 16 * 3)
+
+
+def test_in_rounds_there_are_fewer_messages_and_more_delays() -> None:
+    """Nine hosts: four rounds, where each rank would tell eight hosts at once."""
+    shape = Shape(9, 2)
+    fewer = (8 - 4) * 10 - 3 * 1000
+    assert inline_in_rounds(ROUND, shape, 16) == pytest.approx(inline(ROUND, shape, 16) - fewer)
+    assert one_shot_in_rounds(ROUND, shape, 16) == pytest.approx(one_shot(ROUND, shape, 16) - fewer)
+
+
+def test_an_all_reduce_in_rounds() -> None:
+    """Four hosts, 400 bytes: two slices are sent in each of the first rounds, then one and two."""
+    sent = (2 + 2 + 1 + 2) * 100 + 3 * ANNOUNCEMENT_BYTES
+    assert bytes_in_rounds(Shape(4, 1), 400) == sent
+    expected = 4 * (1000 + 10) + sent * 8 + 300 * 2
+    assert in_rounds(ROUND, Shape(4, 1), 400) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 5, 8, 13, 64])
+def test_bytes_in_rounds_beside_a_simulation(hosts: int) -> None:
+    """Slices of one byte are moved as the engine moves them, and those of one rank counted."""
+    held = {host: [(places, host) for places in range(1, hosts)] for host in range(hosts)}
+    known = {host: {host} for host in range(hosts)}
+    sent = 0
+    distance = 1
+    while distance < hosts:
+        leaving = {h: [slot for slot in held[h] if slot[0] & distance] for h in held}
+        sent += len(leaving[0])
+        for host in range(hosts):
+            from_host = (host + distance) % hosts
+            staying = [slot for slot in held[host] if not slot[0] & distance]
+            held[host] = staying + leaving[from_host]
+        told = min(distance, hosts - distance)
+        sent += told
+        known = {
+            h: known[h] | {(h + distance + further) % hosts for further in range(told)}
+            for h in known
+        }
+        distance *= 2
+    for host in range(hosts):
+        assert all((source - places) % hosts == host for places, source in held[host])
+        assert known[host] == set(range(hosts))
+    announced = (hosts - 1) * ANNOUNCEMENT_BYTES
+    assert bytes_in_rounds(Shape(hosts, 1), hosts) - announced == pytest.approx(sent)
+
+
+def test_what_is_done_in_rounds() -> None:
+    """As csrc/collectives/between_hosts chooses."""
+    few, many = Shape(15, 1), Shape(16, 1)
+    small, middle, large = 16, 40 << 10, 1 << 20
+    assert seconds("all_reduce", TYPICAL, few, small) == inline(TYPICAL, few, small)
+    assert seconds("all_reduce", TYPICAL, many, small) == inline_in_rounds(TYPICAL, many, small)
+    for shape in (few, many, Shape(16, 2)):
+        ways = [direct_exchange, one_shot if shape == few else one_shot_in_rounds]
+        if shape == many:
+            ways.append(in_rounds)
+        expected = min(way(TYPICAL, shape, middle) for way in ways)
+        assert seconds("all_reduce", TYPICAL, shape, middle) == expected
+        expected = direct_exchange(TYPICAL, shape, large)
+        assert seconds("all_reduce", TYPICAL, shape, large) == expected
+    # Where messages are dear, and delays are not.
+    dear = TYPICAL.with_value("link.alpha_s", 1e-6)
+    assert seconds("all_reduce", dear, many, middle) == in_rounds(dear, many, middle)
+    assert link_bytes("all_reduce", dear, many, middle) == bytes_in_rounds(many, middle)
 
 
 def test_a_direct_exchange_of_one_chunk() -> None:
@@ -303,11 +371,10 @@ def test_no_way_beats_the_link(costs: Costs, hosts: int, ranks: int, size: int) 
     """Chan et al. 2007: (h-1)/h s bytes leave a host for each half, whatever the algorithm."""
     shape = Shape(hosts, ranks)
     least_s = 2 * (hosts - 1) / hosts * size * costs.link.beta_s_per_byte
-    for name in ("direct exchange", "ring", "halving and doubling"):
+    for name in ("direct exchange", "in rounds", "ring", "halving and doubling"):
         assert WAYS[name](costs, shape, size) >= least_s * (1 - 1e-9), name
-    assert seconds("all_reduce", costs, shape, size) >= min(
-        least_s, one_shot(costs, shape, size)
-    ) * (1 - 1e-9)
+    sent_whole_s = min(way(costs, shape, size) for way in (one_shot, one_shot_in_rounds))
+    assert seconds("all_reduce", costs, shape, size) >= min(least_s, sent_whole_s) * (1 - 1e-9)
 
 
 @given(COSTS)

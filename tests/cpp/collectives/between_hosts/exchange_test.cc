@@ -26,6 +26,8 @@
 namespace pydist {
 namespace {
 
+// Ranks share the memory of a group here.
+constexpr RoundsSettings kNoRounds{.from_hosts = 1 << 20, .most_bytes = 0};
 constexpr std::size_t kLaneBytes = 256;
 // Between ranks of a host one slot takes the parts of all hosts.
 constexpr std::size_t kHostLaneBytes = 640;
@@ -227,7 +229,7 @@ class ExchangingRanks {
       groups_[index_of(rank)]->begin();
       ranks.push_back(std::make_unique<Execution>(
           run_between_hosts(*groups_[index_of(rank)], calls[index_of(rank)],
-                            *channels_[index_of(rank)], placement_)));
+                            *channels_[index_of(rank)], placement_, kNoRounds)));
     }
     return end_in_any_order(ranks, random, [this](std::mt19937& chance) {
       std::vector<ExchangeRoad*> busy;

@@ -142,6 +142,113 @@ TEST(NativeHostsFailureTest, ALongErrorIsToldOnEveryHost) {
   }
 }
 
+Environment in_rounds() {
+  Environment environment = test_environment();
+  environment.rounds_from = 2;
+  environment.timeout = std::chrono::milliseconds(1'500);
+  return environment;
+}
+
+// Most ranks wait for one that waits itself, for what that was to pass on.
+TEST(NativeHostsFailureTest, WhoDoesNotComeIsNamedByAllInRounds) {
+  for (const HostsOfRanks& hosts :
+       {HostsOfRanks{0, 1, 2, 3, 4, 5}, HostsOfRanks{0, 0, 1, 1, 1, 2}}) {
+    for (const std::size_t count : {1, 30'000}) {
+      constexpr int kLate = 3;
+      std::latch have_failed(5);
+      const auto errors = collect_errors(
+          6,
+          [&](RankOfTest& self) {
+            std::vector<float> values(count);
+            self.communicator->run(all_reduce(values));
+            if (self.rank == kLate) {
+              have_failed.wait();
+            }
+            try {
+              self.communicator->run(all_reduce(values));
+            } catch (...) {
+              if (self.rank != kLate) {
+                have_failed.count_down();
+              }
+              throw;
+            }
+          },
+          in_rounds(), hosts);
+      for (const std::exception_ptr& each : errors) {
+        ASSERT_NE(each, nullptr);
+        const ErrorDescription error = describe(each);
+        EXPECT_EQ(error.kind, ErrorKind::kTimeout) << error.message;
+        EXPECT_EQ(error.blame.ranks, std::vector<int>{kLate}) << error.message;
+        EXPECT_TRUE(contains(error.message, "rank 3 ")) << error.message;
+      }
+    }
+  }
+}
+
+// The last collective is over for some ranks before others have heard all of it.
+TEST(NativeHostsFailureTest, WhoIsDoneMayLeaveWhileOthersStillPassOn) {
+  for (const HostsOfRanks& hosts :
+       {HostsOfRanks{0, 0, 1, 1, 2, 2, 3, 3, 4, 4}, HostsOfRanks{0, 0, 0, 1, 1, 2, 3}}) {
+    for (int round = 0; round < 5; ++round) {
+      const int late = round % static_cast<int>(hosts.size());
+      run_ranks(
+          static_cast<int>(hosts.size()),
+          [&](RankOfTest& self) {
+            if (self.rank == late) {
+              std::this_thread::sleep_for(std::chrono::milliseconds(50));
+            }
+            std::vector<float> values(3, 1.0F);
+            self.communicator->run(all_reduce(values));
+            EXPECT_EQ(values[0], static_cast<float>(hosts.size()));
+            self.communicator->shutdown();
+          },
+          in_rounds(), hosts);
+    }
+  }
+}
+
+TEST(NativeHostsFailureTest, WhoHasLeftIsNamedByAllInRounds) {
+  for (const std::size_t count : {1, 30'000}) {
+    const auto errors = collect_errors(5,
+                                       [&](RankOfTest& self) {
+                                         std::vector<float> values(count);
+                                         self.communicator->run(all_reduce(values));
+                                         if (self.rank == 1) {
+                                           return;
+                                         }
+                                         self.communicator->run(all_reduce(values));
+                                       },
+                                       in_rounds(), {0, 1, 2, 3, 4});
+    for (std::size_t rank = 0; rank < errors.size(); ++rank) {
+      if (rank == 1) {
+        EXPECT_EQ(errors[rank], nullptr);
+        continue;
+      }
+      ASSERT_NE(errors[rank], nullptr);
+      const ErrorDescription error = describe(errors[rank]);
+      EXPECT_EQ(error.kind, ErrorKind::kPeerLost) << error.message;
+      EXPECT_EQ(error.blame.ranks, std::vector<int>{1}) << error.message;
+    }
+  }
+}
+
+TEST(NativeHostsFailureTest, DifferentCallsInRoundsAreNamedByAll) {
+  for (const int other : {0, 3}) {
+    const auto errors = collect_errors(5,
+                                       [&](RankOfTest& self) {
+                                         std::vector<float> values(self.rank == other ? 4 : 20'000);
+                                         self.communicator->run(all_reduce(values));
+                                       },
+                                       in_rounds(), {0, 1, 2, 3, 4});
+    for (const std::exception_ptr& each : errors) {
+      ASSERT_NE(each, nullptr);
+      const ErrorDescription error = describe(each);
+      EXPECT_EQ(error.kind, ErrorKind::kMismatch) << error.message;
+      EXPECT_TRUE(contains(error.message, join("rank ", other))) << error.message;
+    }
+  }
+}
+
 // A group is split off, and meets, while its parent goes on over the same links.
 TEST(NativeHostsFailureTest, GroupsMeetWhileOthersAreAtWork) {
   run_ranks(4,

@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "collective_case.h"
+#include "collectives/group_segment.h"
 #include "communicator/native/native_communicator.h"
 #include "memory/file_descriptor.h"
 #include "rank_processes.h"
@@ -30,9 +31,13 @@ constexpr OpKind kKinds[] = {OpKind::kAllReduce, OpKind::kReduceScatter, OpKind:
 // What has so many bytes fits a segment.
 constexpr std::size_t kMiddlingChunkBytes = std::size_t{64} << 10;
 
+constexpr std::size_t kNeverInRounds = 1 << 20;
+constexpr AlgorithmChoice kAuto = AlgorithmChoice::kAuto;
+
 struct Split {
   HostsOfRanks hosts;
   AlgorithmChoice algorithm = AlgorithmChoice::kAuto;
+  bool in_rounds = false;
 
   [[nodiscard]] int size() const { return static_cast<int>(hosts.size()); }
 };
@@ -42,7 +47,8 @@ std::string name_of_split(const ::testing::TestParamInfo<Split>& info) {
   for (const int host : info.param.hosts) {
     name += std::to_string(host);
   }
-  return name + (info.param.algorithm == AlgorithmChoice::kRing ? "_ring" : "");
+  return name + (info.param.algorithm == AlgorithmChoice::kRing ? "_ring" : "") +
+         (info.param.in_rounds ? "_in_rounds" : "");
 }
 
 class NativeHosts : public ::testing::TestWithParam<Split> {
@@ -51,7 +57,7 @@ class NativeHosts : public ::testing::TestWithParam<Split> {
            Placement placement = Placement::kMixed,
            std::optional<std::size_t> one_shot_bytes = std::nullopt) const {
     run_cases(cases, GetParam().size(), GetParam().algorithm, placement, chunk_bytes,
-              GetParam().hosts, one_shot_bytes);
+              GetParam().hosts, one_shot_bytes, GetParam().in_rounds ? 2 : kNeverInRounds);
   }
 };
 
@@ -172,6 +178,8 @@ INSTANTIATE_TEST_SUITE_P(Splits, NativeHosts,
                                            Split{{0, 1, 0, 1}}, Split{{0, 1, 1, 1}},
                                            Split{{0, 0, 0, 1, 2, 2}},
                                            Split{{0, 1, 2, 3, 4, 5, 6, 7}},
+                                           Split{{0, 1, 2, 3, 4}, kAuto, /*in_rounds=*/true},
+                                           Split{{0, 1, 0, 1, 1}, kAuto, /*in_rounds=*/true},
                                            Split{{0, 1}, AlgorithmChoice::kRing},
                                            Split{{0, 0, 1, 1, 2}, AlgorithmChoice::kRing}),
                          name_of_split);
@@ -411,6 +419,42 @@ TEST(NativeHostsTest, ARankThatLeavesAmidAnAllReduceOnTheHeapSpoilsNoSum) {
     }
   }
   EXPECT_GT(lost, 0) << "rank 2 never left in the middle";
+}
+
+// What the ranks tell each other to allocate rides in posts whose places other data has been in.
+TEST(NativeHostsTest, AllocatesAfterSmallCollectives) {
+  run_ranks(3,
+            [](RankOfTest& self) {
+              for (int round = 0; round < 3; ++round) {
+                for (std::size_t step = 0; step < kPostDepth; ++step) {
+                  std::vector<float> values(64, 1.0F);
+                  self.communicator->run(all_reduce(values));
+                }
+                const std::size_t bytes = std::size_t{1} << (20 + round);
+                EXPECT_TRUE(self.communicator->allocate(bytes, Device{})->is_symmetric());
+              }
+            },
+            test_environment(), {0, 1, 1});
+}
+
+TEST(NativeHostsTest, WhatOneHostRefusesToAllocateNoHostDoes) {
+  constexpr std::size_t kTooMuch = std::size_t{1} << 46;
+  const auto errors = collect_errors(
+      3,
+      [](RankOfTest& self) {
+        const ErrorDescription error =
+            error_of([&] { static_cast<void>(self.communicator->allocate(kTooMuch, Device{})); });
+        EXPECT_TRUE(contains(error.message, "rank ")) << error.message;
+        // The group goes on, in step.
+        EXPECT_TRUE(self.communicator->allocate(1 << 20, Device{})->is_symmetric());
+        std::vector<float> values(3, 1.0F);
+        self.communicator->run(all_reduce(values));
+        EXPECT_EQ(values[2], 3.0F);
+      },
+      test_environment(), {0, 1, 1});
+  for (const std::exception_ptr& error : errors) {
+    EXPECT_EQ(error, nullptr) << describe(error).message;
+  }
 }
 
 TEST(NativeHostsTest, SymmetricMemoryIsThatOfAHost) {

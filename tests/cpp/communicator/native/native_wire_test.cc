@@ -48,7 +48,9 @@ std::vector<std::string> recorded_frames() {
     post.flags =
         number == 2 ? std::uint8_t{Post::kRagged} : static_cast<std::uint8_t>(Offer::kEager);
     post.count = 1'000;
-    remote.send_post(number, number, 100 * number);
+    ground.segment().control(0).details[number % kPostDepth].eager_bytes = 100 * number;
+    remote.send_post(number, number);
+    remote.send_deposit(kRemote, number, std::vector<std::byte>(50 * number));
   }
   const std::unique_ptr<SendChannel> channel = remote.make_sender(kRemote);
   const std::unique_ptr<ReceiveChannel> received = remote.make_receiver(kRemote);

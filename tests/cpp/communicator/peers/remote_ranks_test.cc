@@ -1,5 +1,6 @@
 // What a rank of another host sends, and what it never would: the engine checks each frame before
-// it writes to the memory of its host.
+// it writes to the memory of its host. The file is long because there is nonsense of every kind of
+// frame, beside what makes sense.
 
 #include "communicator/peers/remote_ranks.h"
 
@@ -23,21 +24,30 @@
 namespace pydist::testing {
 namespace {
 
-constexpr std::size_t kPostFrame = sizeof(Post) - sizeof(Counter) + sizeof(PostDetail);
-constexpr std::size_t kPostWithCounts = kPostFrame + kRemoteSize * sizeof(std::uint64_t);
-
 // A post as it travels.
-std::string post_text(std::uint8_t flags = 0, bool has_counts = false) {
+std::string post_text(std::uint8_t flags = 0, int rank = kRemote, std::uint64_t eager_bytes = 0) {
   Post post{};
   post.kind = OpKind::kAllReduce;
   post.flags = flags;
   post.count = 77;
-  std::string text(reinterpret_cast<const char*>(&post) + sizeof(Counter),
-                   sizeof post - sizeof(Counter));
+  const bool has_lines = post.offer() == Offer::kInLines;
   PostDetail detail;
   detail.total = 78;
-  text.append(reinterpret_cast<const char*>(&detail), sizeof detail);
-  return has_counts ? text + std::string(kPostWithCounts - kPostFrame, '\1') : text;
+  detail.eager_bytes = eager_bytes;
+  const auto bytes_of = [](const auto& value) {
+    return std::string(reinterpret_cast<const char*>(&value), sizeof value);
+  };
+  return bytes_of(std::int32_t{rank}) +
+         bytes_of(post).substr(
+             sizeof(Counter), (has_lines ? sizeof post : offsetof(Post, lines)) - sizeof(Counter)) +
+         bytes_of(detail) +
+         std::string((flags & Post::kRagged) != 0 ? kRemoteSize * sizeof(std::uint64_t) : 0, '\1');
+}
+
+FrameHeader ahead_of_post(const RemoteGround& ground, std::uint64_t round) {
+  FrameHeader header = ground.header(FrameKind::kEager, round);
+  header.extra = kRemote;
+  return header;
 }
 
 std::size_t message_slot_bytes(const RemoteGround& ground) {
@@ -49,8 +59,7 @@ std::size_t message_slot_bytes(const RemoteGround& ground) {
 TEST(RemoteRanksTest, APostIsWrittenToThePlaceOfItsRank) {
   RemoteGround ground;
   for (std::uint64_t number = 1; number <= 2 * kPostDepth; ++number) {
-    ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, number),
-                            post_text(Post::kRagged, /*has_counts=*/true)));
+    ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, number), post_text(Post::kRagged)));
   }
   RankControl& control = ground.segment().control(kRemote);
   const std::size_t slot = 2 * kPostDepth % kPostDepth;
@@ -63,15 +72,41 @@ TEST(RemoteRanksTest, APostIsWrittenToThePlaceOfItsRank) {
 
 TEST(RemoteRanksTest, DataAheadOfAPostLiesInTheTransitOfItsRank) {
   RemoteGround ground;
+  ASSERT_TRUE(ground.send(ahead_of_post(ground, 6), std::string(kRemoteChunkBytes, 'e')));
   ASSERT_TRUE(
-      ground.send(ground.header(FrameKind::kEager, 6), std::string(kRemoteChunkBytes, 'e')));
-  ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, 1),
-                          post_text(static_cast<std::uint8_t>(Offer::kEager))));
+      ground.send(ground.header(FrameKind::kPost, 1),
+                  post_text(static_cast<std::uint8_t>(Offer::kEager), kRemote, kRemoteChunkBytes)));
   ASSERT_TRUE(
       eventually([&] { return ground.segment().control(kRemote).posts[1].sequence.load() == 1; }));
   const std::byte* const transit = ground.segment().transit(kRemote, 6);
   EXPECT_EQ(std::string(reinterpret_cast<const char*>(transit), kRemoteChunkBytes),
             std::string(kRemoteChunkBytes, 'e'));
+}
+
+TEST(RemoteRanksTest, ADepositIsThereOnceItIsCounted) {
+  RemoteGround ground;
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kDeposit, 7), "deposit"));
+  const RankControl& control = ground.segment().control(kRemote);
+  ASSERT_TRUE(eventually([&] { return control.deposited.load() == 8; }));
+  const std::byte* const transit = ground.segment().transit(kRemote, 7);
+  EXPECT_EQ(std::string(reinterpret_cast<const char*>(transit), 7), "deposit");
+  const RankControl::Arrival& arrival = control.arrivals[7 % kTransitSlots];
+  EXPECT_EQ(arrival.round, 7u);
+  EXPECT_EQ(arrival.bytes, 7u);
+}
+
+// A rank that has failed may have had no memory for what came ahead.
+TEST(RemoteRanksTest, WhatIsAnnouncedOnceTheGroupHasFailedIsDropped) {
+  RemoteGround ground;
+  ground.health().fail(ErrorKind::kTransport, "no memory");
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kPost, 1), post_text(0, kRemote, 4)));
+  ASSERT_TRUE(ground.send(ground.header(FrameKind::kDeposit, 7), "deposit"));
+  ASSERT_TRUE(ground.send(FrameHeader()));
+  EXPECT_TRUE(eventually([&] { return ground.far().mirror->heartbeat_ns.load() != 0; }));
+  const RankControl& control = ground.segment().control(kRemote);
+  EXPECT_EQ(control.posts[1].sequence.load(), 0u);
+  EXPECT_EQ(control.deposited.load(), 0u);
+  EXPECT_FALSE(ground.far().is_dead.load());
 }
 
 TEST(RemoteRanksTest, SegmentsArriveInOrderHoweverTheyCome) {
@@ -263,6 +298,7 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
   const std::vector<std::pair<FrameKind, std::string>> right = {
       {FrameKind::kPost, post_text()},
       {FrameKind::kEager, "data"},
+      {FrameKind::kDeposit, "data"},
       {FrameKind::kSegment, "data"},
       {FrameKind::kReleased, ""},
       {FrameKind::kAnnounced, std::string(sizeof(Announcement), '\0')},
@@ -316,14 +352,29 @@ std::vector<Nonsense> all_nonsense(const RemoteGround& ground) {
   }
 
   add("size 0", ground.header(FrameKind::kPost, 1));
-  add("too short", ground.header(FrameKind::kPost, 1), std::string(kPostFrame - 1, '\0'));
-  add("too long", ground.header(FrameKind::kPost, 1), std::string(kPostFrame + 1, '\0'));
-  add("too many counts", ground.header(FrameKind::kPost, 1),
-      std::string(kPostWithCounts + 8, '\0'));
-  add("ragged, without counts", ground.header(FrameKind::kPost, 1), post_text(Post::kRagged));
-  add("number 0", ground.header(FrameKind::kPost, 0), post_text());
-  add("more than a chunk", ground.header(FrameKind::kEager, 1),
+  for (const std::uint8_t flags :
+       {std::uint8_t{0}, std::uint8_t{Post::kRagged}, static_cast<std::uint8_t>(Offer::kInLines)}) {
+    const std::string post = post_text(flags);
+    for (const std::size_t bytes : {std::size_t{1}, std::size_t{4}, post.size() - 1}) {
+      add("too short", ground.header(FrameKind::kPost, 1), post.substr(0, bytes));
+    }
+    add("too long", ground.header(FrameKind::kPost, 1), post + std::string(1, '\0'));
+    add("the same twice", ground.header(FrameKind::kPost, 1), post + post);
+  }
+  for (const int rank : {-1, 0, 1, kRemoteSize, INT32_MAX, INT32_MIN}) {
+    add(join("a post of rank ", rank), ground.header(FrameKind::kPost, 1), post_text(0, rank));
+  }
+  for (const std::uint64_t rank : {std::uint64_t{0}, std::uint64_t{1}, std::uint64_t{kRemoteSize},
+                                   std::uint64_t{1} << 32, kHuge}) {
+    FrameHeader of_rank = ground.header(FrameKind::kEager, 1);
+    of_rank.extra = rank;
+    add(join("ahead of a post of rank ", rank), of_rank, "data");
+  }
+  add("nothing ahead of it", ground.header(FrameKind::kPost, 1), post_text(0, kRemote, 4));
+  add("more than a chunk", ground.header(FrameKind::kDeposit, 1),
       std::string(kRemoteChunkBytes + 1, 'x'));
+  add("number 0", ground.header(FrameKind::kPost, 0), post_text());
+  add("more than a chunk", ahead_of_post(ground, 1), std::string(kRemoteChunkBytes + 1, 'x'));
   add("more than a slot", ground.header(FrameKind::kSegment, 1), std::string(slot + 1, 'x'));
   add("number 0", ground.header(FrameKind::kSegment, 0), "x");
   add("no free slot", ground.header(FrameKind::kSegment, kMessageLanes.slots + 1), "x");
@@ -409,8 +460,8 @@ TEST(RemoteRanksTest, WhatARankSendsTwiceIsALoss) {
 // A process that shares the network with this one, but not the group.
 TEST(RemoteRanksTest, AProcessOfAnotherGroupHasNoSayInThisOne) {
   for (const FrameKind kind :
-       {FrameKind::kPost, FrameKind::kEager, FrameKind::kSegment, FrameKind::kDeparture,
-        FrameKind::kFailure, FrameKind::kPageRequest, FrameKind::kPage}) {
+       {FrameKind::kPost, FrameKind::kEager, FrameKind::kDeposit, FrameKind::kSegment,
+        FrameKind::kDeparture, FrameKind::kFailure, FrameKind::kPageRequest, FrameKind::kPage}) {
     RemoteGround ground;
     const RemoteGround::Process other = ground.connect("c");
     std::string payload;

@@ -334,6 +334,12 @@ TEST(TcpNodeTest, ThreadsTakeTurnsAtServing) {
         for (unsigned turns = random() % 100; turns != 0; --turns) {
           pair.other.node.poll(/*stays=*/random() % 4 != 0);
         }
+        if (random() % 4 == 0) {
+          TcpNode::Sleeper sleeper(pair.other.node);
+          if (sleeper.may_sleep() && random() % 4 != 0) {
+            sleeper.sleep(std::chrono::milliseconds(random() % 3));
+          }
+        }
         if (random() % 2 == 0) {
           pair.other.node.hand_over();
         } else if (random() % 8 == 0) {
@@ -357,6 +363,113 @@ TEST(TcpNodeTest, ThreadsTakeTurnsAtServing) {
   for (std::uint64_t number = 2'001; number <= 2'010; ++number) {
     pair.one.send(number, 50);
     ASSERT_TRUE(eventually([&] { return pair.other.sink.frames == number; })) << number;
+  }
+}
+
+constexpr std::chrono::seconds kLongSleep{20};
+
+TEST(TcpNodeTest, WhoSleepsServesAlone) {
+  Stations pair;
+  pair.connect();
+  TcpNode& node = pair.other.node;
+  for (std::uint64_t number = 1; number <= 20; ++number) {
+    TcpNode::Sleeper sleeper(node);
+    ASSERT_TRUE(sleeper.may_sleep());
+    pair.one.send(number, 50);
+    std::thread([&] {
+      EXPECT_FALSE(TcpNode::Sleeper(node).may_sleep());
+      node.hand_over();
+      for (int turn = 0; turn < 5; ++turn) {
+        EXPECT_FALSE(node.poll(/*stays=*/true));
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    }).join();
+    EXPECT_EQ(pair.other.sink.frames, number - 1);
+    sleeper.sleep(kLongSleep);
+    EXPECT_TRUE(eventually([&] { return pair.other.sink.frames == number; }));
+  }
+  // Nobody sleeps any more: the thread serves.
+  pair.one.send(21, 50);
+  EXPECT_TRUE(eventually([&] { return pair.other.sink.frames == 21; }));
+}
+
+// A wake-up that is lost costs what is left until the next sign of life of the other node.
+TEST(TcpNodeTest, WhoSleepsIsWokenByWhatComesAndByOtherThreads) {
+  Stations pair;
+  pair.connect();
+  TcpNode& node = pair.other.node;
+  constexpr int kRounds = 100;
+  std::uint64_t sent = 0;
+  const auto begin = std::chrono::steady_clock::now();
+  for (int round = 0; round < kRounds; ++round) {
+    const bool is_frame = round % 2 == 0;
+    sent += is_frame ? 1 : 0;
+    std::atomic<bool> is_due{false};
+    std::thread waking([&] {
+      std::this_thread::sleep_for(std::chrono::microseconds(20 * round));
+      is_due.store(true);
+      if (is_frame) {
+        pair.one.send(sent, 50);
+      } else {
+        node.wake_sleeper();
+      }
+    });
+    const auto is_over = [&] {
+      return is_due.load() && (!is_frame || pair.other.sink.frames == sent);
+    };
+    while (!is_over()) {
+      TcpNode::Sleeper sleeper(node);
+      ASSERT_TRUE(sleeper.may_sleep());
+      if (!is_over()) {
+        sleeper.sleep(kLongSleep);
+      }
+    }
+    waking.join();
+  }
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, kRounds * std::chrono::milliseconds(100));
+}
+
+TEST(TcpNodeTest, WhoSleepsWakesInTime) {
+  Stations pair;
+  pair.connect();
+  pair.other.node.wake_sleeper();  // nobody sleeps
+  // A sign of life may end it before.
+  int attempts = 0;
+  for (auto slept = std::chrono::nanoseconds(0); slept < std::chrono::milliseconds(20);) {
+    ASSERT_LT(++attempts, 20);
+    const auto begin = std::chrono::steady_clock::now();
+    TcpNode::Sleeper sleeper(pair.other.node);
+    ASSERT_TRUE(sleeper.may_sleep());
+    sleeper.sleep(std::chrono::milliseconds(30));
+    slept = std::chrono::steady_clock::now() - begin;
+    EXPECT_LT(slept, kAtOnce);
+  }
+}
+
+// What waits for room in a connection, and what comes to wait there during the sleep.
+TEST(TcpNodeTest, WhoSleepsSendsWhatWaits) {
+  for (const bool comes_during_sleep : {false, true}) {
+    Stations pair(/*sockets=*/1);
+    pair.connect();
+    constexpr std::size_t kMuch = std::size_t{16} << 20;
+    const auto begin = std::chrono::steady_clock::now();
+    if (!comes_during_sleep) {
+      pair.one.send(1, kMuch);
+    }
+    std::thread sending;
+    for (bool is_first = true; is_first || pair.one.link->has_to_send(); is_first = false) {
+      TcpNode::Sleeper sleeper(pair.one.node);
+      ASSERT_TRUE(sleeper.may_sleep());
+      if (is_first && comes_during_sleep) {
+        sending = std::thread([&] { pair.one.send(1, kMuch); });
+      }
+      sleeper.sleep(kLongSleep);
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - begin, kLongSleep / 2);
+    if (sending.joinable()) {
+      sending.join();
+    }
+    EXPECT_TRUE(eventually([&] { return pair.other.sink.bytes == kMuch; }));
   }
 }
 
