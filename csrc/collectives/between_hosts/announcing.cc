@@ -27,9 +27,9 @@ class Lane {
   // The others, and then the driver, who is known to be there only once they are.
   void append_ranks(int host, std::vector<int>& ranks) const {
     const std::span<const int> all = placement_.ranks_on(host);
-    for (auto index = static_cast<std::size_t>(lane_ + lanes_); index < all.size();
-         index += static_cast<std::size_t>(lanes_)) {
-      ranks.push_back(all[index]);
+    const int count = static_cast<int>(all.size());
+    for (int index = lane_ + lanes_; index < count; index += lanes_) {
+      ranks.push_back(all[static_cast<std::size_t>(index)]);
     }
     ranks.push_back(driver(host));
   }
