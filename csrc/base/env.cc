@@ -72,14 +72,15 @@ constexpr std::array kVariables = {
         "PYDIST_ROUNDS_FROM", "2 to 1048576", "",
         "From how many hosts on ranks tell each other of a collective in rounds: "
         "each log2(hosts) others, one after the other, and not every host at once. "
-        "The same on every rank. Results do not depend on it. Unset: 16, or 3 where "
+        "The same on every rank. Results do not depend on it. Unset: 32, or 3 where "
         "all hosts are containers of one machine."},
     EnvironmentVariable{
         "PYDIST_ROUNDS_BYTES", "0 to 16777216", "",
         "The most bytes of an all_reduce between hosts of one rank each whose data "
         "goes in rounds (PYDIST_ROUNDS_FROM), where it is not sent whole to all. The "
-        "same on every rank. Results do not depend on it. Unset: 4 KiB for each "
-        "host, and 256 KiB from 64 hosts on or on one machine."},
+        "same on every rank. Results do not depend on it. No more than some "
+        "1.5 times PYDIST_CHUNK_BYTES go so. Unset: 4 KiB for each host, and 256 KiB "
+        "from 64 hosts on or on one machine."},
     EnvironmentVariable{"PYDIST_STAGING_BYTES", "65536 to 1073741824", "4194304",
                         "Bytes of a part of a GPU tensor on its way through host memory, where the "
                         "backend is native or gloo. The same on every rank."},

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "collectives/shared_memory/route.h"
 
 namespace pydist {
 namespace {
@@ -118,11 +119,6 @@ std::uint64_t posted_total(const Group& group, const Call& call, int peer) {
   }
 }
 
-// Whether each receiver gets a block of its own from each sender.
-bool has_blocks_of_receivers(OpKind kind) noexcept {
-  return kind == OpKind::kReduceScatter || kind == OpKind::kScatter || kind == OpKind::kAllToAll;
-}
-
 // What a post says of where its data lies must make sense: it is read there without another look.
 // No rank writes anything else, unless its memory is damaged.
 void check_way(const Group& group, const Call& call, int peer) {
@@ -146,8 +142,7 @@ void check_way(const Group& group, const Call& call, int peer) {
       makes_sense &= bytes <= group.chunk_bytes();
       // What a rank gives to itself alone is not sent.
       if (group.announcer() != nullptr) {
-        const std::uint64_t own =
-            has_blocks_of_receivers(call.kind) ? group.posted_count(peer, peer) : 0;
+        const std::uint64_t own = is_personal(call.kind) ? group.posted_count(peer, peer) : 0;
         makes_sense &= detail.eager_bytes == bytes - own * element_size(call.wire_dtype);
       }
       break;

@@ -2,7 +2,8 @@
 //
 // The memory is that of the ranks of one host. Where a group spans hosts, each has one, and the
 // posts of all ranks are in each: an Announcer carries them there. Counters, transit and heap are
-// for the ranks of the host alone, but for what is sent ahead with a post (Offer::kEager).
+// for the ranks of the host alone, but for what is sent ahead with a post (Offer::kEager) or in
+// rounds (Announcer::send_deposit).
 //
 // Every rank runs the same collectives in the same order. Operation n of a group is announced by a
 // post; all further coordination is by counters that only grow:

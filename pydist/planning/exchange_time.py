@@ -45,7 +45,7 @@ INLINE_BYTES = 256
 ANNOUNCEMENT_BYTES = 64
 # From how many hosts on ranks talk in rounds, and the largest all-reduce that goes so, for each
 # host and at most (PYDIST_ROUNDS_FROM and PYDIST_ROUNDS_BYTES, as they are between machines).
-ROUNDS_FROM = 16
+ROUNDS_FROM = 32
 ROUNDS_BYTES_OF_A_HOST = 4 << 10
 ROUNDS_BYTES = 256 << 10
 # Of the lanes of a host (collective_lanes() in csrc/transport/lane_segment.h): bytes of all
@@ -239,7 +239,8 @@ def direct_exchange(costs: Costs, shape: Shape, size_bytes: float) -> float:
     Within a host, each rank reduces its L-th part of the tensor. It sends to its counterpart on
     each other host that one's h-th of the part, combines what arrives, and sends the sum back to
     all. So the link carries 2 (h-1)/h s bytes each way, however many ranks drive it. Delays: 2
-    alpha, and 2 alpha within the host. See Note [Stages] for the rest:
+    alpha, and 2 alpha within the host; from ROUNDS_FROM hosts on log2(h) (alpha + o) to announce it
+    in rounds. See Note [Stages] for the rest:
 
         link:       2 (h-1)/h s beta
         processor:  2 (h-1) o for each chunk, (h-1)/h s/L (gamma + 2 times its time for a byte),
@@ -281,6 +282,8 @@ def _direct(
         host_s += _host_copying(costs, shape, size_bytes)
     announced = shape.ranks_per_host * other_hosts * ANNOUNCEMENT_BYTES
     delays = halves * (link.alpha_s + _meeting(costs, shape)) + announced * link.beta_s_per_byte
+    if shape.hosts >= ROUNDS_FROM:
+        delays += _rounds(shape) * (link.alpha_s + link.message_s)
     link_s = halves * carried * link.beta_s_per_byte
     return delays + pipelined(link_s, host_s, messages_s, chunks, chunks * other_hosts)
 
@@ -377,8 +380,8 @@ def seconds(
         shape: Of the job.
         size_bytes: Of the whole tensor.
         way: Of an all-reduce: a name in WAYS or HOST_WAYS. "auto": up to INLINE_BYTES those that
-            travel with announcements; beyond that the fastest of one shot, in rounds where that is
-            done, and the direct exchange. On one host, buffers are in the symmetric heap.
+            travel with announcements; beyond that the faster of one shot and the direct exchange,
+            or in rounds where that takes its place. On one host, buffers are in the symmetric heap.
     """
     if shape.ranks == 1:
         return 0.0
@@ -397,10 +400,9 @@ def _way_of(costs: Costs, shape: Shape, size_bytes: float) -> str:
     announced = " in rounds" if talks_in_rounds else ""
     if size_bytes <= INLINE_BYTES:
         return "inline" + announced
-    ways = ["one shot" + announced, "direct exchange"]
     most_bytes = min(shape.hosts * ROUNDS_BYTES_OF_A_HOST, ROUNDS_BYTES)
-    if talks_in_rounds and shape.ranks_per_host == 1 and size_bytes <= most_bytes:
-        ways.append("in rounds")
+    goes_in_rounds = talks_in_rounds and shape.ranks_per_host == 1 and size_bytes <= most_bytes
+    ways = ["one shot" + announced, "in rounds" if goes_in_rounds else "direct exchange"]
     return min(ways, key=lambda way: WAYS[way](costs, shape, size_bytes))
 
 

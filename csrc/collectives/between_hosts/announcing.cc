@@ -81,6 +81,8 @@ Task announce_in_rounds(Group& group, const Call& call, const Placement& placeme
     group.publish_passed_on();
   }
   for (const int driver : drivers) {
+    co_await group.posted_by(driver);
+    check_agreement(group, call, driver, driver + 1);  // one that does not agree may drive nothing
     co_await group.passed_on_by(driver);
   }
 }

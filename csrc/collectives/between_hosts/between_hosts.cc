@@ -21,7 +21,7 @@ RoundsSettings rounds_settings(const Environment& environment, int hosts,
   constexpr std::size_t kMostBytes = std::size_t{256} << 10;
   constexpr std::size_t kBytesOfAHost = std::size_t{4} << 10;
   const std::size_t bytes = static_cast<std::size_t>(hosts) * kBytesOfAHost;
-  return {.from_hosts = environment.rounds_from.value_or(are_on_one_machine ? 3 : 16),
+  return {.from_hosts = environment.rounds_from.value_or(are_on_one_machine ? 3 : 32),
           .most_bytes = environment.rounds_bytes.value_or(
               are_on_one_machine ? kMostBytes : std::min(bytes, kMostBytes))};
 }
@@ -46,7 +46,7 @@ Task run_between_hosts(Group& group, Call call, Channels& channels, const Placem
   // Everybody waits for everybody, also in the kinds in which only a root has something to say: so
   // nobody has to tell other hosts what it has completed, see Note [Reuse].
   const std::size_t eager_bytes = is_eager ? packed_bytes(group, call) : 0;
-  if (in_rounds || hosts >= rounds.from_hosts) {
+  if (hosts >= rounds.from_hosts) {
     co_await announce_in_rounds(group, call, placement, eager_bytes,
                                 in_rounds ? &*in_rounds : nullptr);
   } else {

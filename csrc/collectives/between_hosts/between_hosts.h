@@ -2,7 +2,9 @@
 //
 // As on one host, every rank announces the operation, looks at what all have announced, and only
 // then moves data. They announce it directly or, from many hosts on, in rounds (announcing.h). The
-// way of the data is chosen from what all ranks posted (p ranks, s bytes a rank):
+// way of the data is chosen from what all ranks posted (p ranks, s bytes a rank); but in rounds,
+// whose data travels with the posts, from the call alone, which is the same on every rank that
+// agrees:
 //
 //   inline      The data rides in the post.
 //   one shot    It is sent ahead of the post, into a transit slot on each other host. Every rank

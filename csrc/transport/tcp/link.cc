@@ -1,7 +1,6 @@
 #include "transport/tcp/link.h"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <utility>
 

@@ -15,8 +15,6 @@
 
 #pragma once
 
-#include <sys/epoll.h>
-
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -27,7 +25,6 @@
 #include <mutex>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -102,7 +99,8 @@ class TcpNode {
     Sleeper(const Sleeper&) = delete;
     Sleeper& operator=(const Sleeper&) = delete;
 
-    // False where another thread sleeps here already: the caller has to sleep elsewhere.
+    // False where another thread sleeps here, or the system watches no more connections: the
+    // caller has to sleep elsewhere.
     [[nodiscard]] bool may_sleep() const noexcept { return may_sleep_; }
     // Serves the connections once something comes, or has waited to be sent and can be; returns
     // after `longest` at the latest, by wake_sleeper(), or by a signal. To be called once.
@@ -112,10 +110,9 @@ class TcpNode {
     TcpNode& node_;
     bool may_sleep_;
   };
-  // Wakes who sleeps here. A sequentially consistent fence has to come between what it is to see
-  // and the call.
+  // Wakes who sleeps here. Call after the change is published.
   void wake_sleeper() noexcept;
-  // From now on the thread serves, unless somebody sleeps here.
+  // From now on the thread serves; where somebody sleeps here, once that is over.
   void hand_over() noexcept;
 
   // Tells all that this process now ends in good order.
@@ -219,7 +216,8 @@ class TcpNode {
   Deadline next_beat_ = Deadline::in(std::chrono::nanoseconds(0));     // guarded by mutex_
   std::uint64_t seen_polls_ = 0;                                       // the thread's
   int look_ms_;                                                        // the thread's
-  bool is_dozing_ = false;  // the thread, while somebody sleeps; guarded by mutex_
+  bool is_dozing_ = false;         // the thread, while somebody sleeps; guarded by mutex_
+  bool is_hand_over_due_ = false;  // to the thread, once nobody sleeps; guarded by mutex_
   EngineThread thread_;
 };
 

@@ -1,7 +1,6 @@
 // How a TcpNode comes to its connections: whom it dials, and whom it lets in.
 
 #include <sys/epoll.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>

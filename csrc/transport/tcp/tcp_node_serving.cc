@@ -77,7 +77,11 @@ void TcpNode::Sleeper::sleep(std::chrono::nanoseconds longest) noexcept {
 void TcpNode::end_sleep() noexcept {
   is_slept_in_.store(false);
   sleeper_fd_.reset();
-  if (std::exchange(is_dozing_, false)) {
+  const bool is_thread_to_serve = std::exchange(is_hand_over_due_, false);
+  if (is_thread_to_serve) {
+    is_polled_.store(false);
+  }
+  if (std::exchange(is_dozing_, false) || is_thread_to_serve) {
     wake();
   }
 }
@@ -114,7 +118,9 @@ void TcpNode::hand_over() noexcept {
     return;
   }
   const std::lock_guard lock(mutex_);
-  if (!is_slept_in_.load() && is_polled_.exchange(false)) {
+  if (is_slept_in_.load()) {
+    is_hand_over_due_ = true;
+  } else if (is_polled_.exchange(false)) {
     wake();
   }
 }

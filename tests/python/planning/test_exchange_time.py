@@ -120,22 +120,21 @@ def test_bytes_in_rounds_beside_a_simulation(hosts: int) -> None:
 
 def test_what_is_done_in_rounds() -> None:
     """As csrc/collectives/between_hosts chooses."""
-    few, many = Shape(15, 1), Shape(16, 1)
-    small, middle, large = 16, 40 << 10, 1 << 20
+    few, many = Shape(31, 1), Shape(32, 1)
+    small, middle, large = 16, 100 << 10, 1 << 20
     assert seconds("all_reduce", TYPICAL, few, small) == inline(TYPICAL, few, small)
     assert seconds("all_reduce", TYPICAL, many, small) == inline_in_rounds(TYPICAL, many, small)
-    for shape in (few, many, Shape(16, 2)):
-        ways = [direct_exchange, one_shot if shape == few else one_shot_in_rounds]
-        if shape == many:
-            ways.append(in_rounds)
+    for shape in (few, many, Shape(32, 2)):
+        ways = [
+            one_shot if shape == few else one_shot_in_rounds,
+            in_rounds if shape == many else direct_exchange,
+        ]
         expected = min(way(TYPICAL, shape, middle) for way in ways)
         assert seconds("all_reduce", TYPICAL, shape, middle) == expected
         expected = direct_exchange(TYPICAL, shape, large)
         assert seconds("all_reduce", TYPICAL, shape, large) == expected
-    # Where messages are dear, and delays are not.
-    dear = TYPICAL.with_value("link.alpha_s", 1e-6)
-    assert seconds("all_reduce", dear, many, middle) == in_rounds(dear, many, middle)
-    assert link_bytes("all_reduce", dear, many, middle) == bytes_in_rounds(many, middle)
+    assert seconds("all_reduce", TYPICAL, many, middle) == in_rounds(TYPICAL, many, middle)
+    assert link_bytes("all_reduce", TYPICAL, many, middle) == bytes_in_rounds(many, middle)
 
 
 def test_a_direct_exchange_of_one_chunk() -> None:
