@@ -121,8 +121,9 @@ void GlooControl::connect(int rank, std::span<const Card> cards, Deadline deadli
   const JobSecret secret = secret_of(cards[0]);
   id_ = number_of_token(token_);
   node_->tcp().expect(token_, secret);
-  for (int distance = 1; distance < size; distance *= 2) {
-    for (const int peer : {(rank + distance) % size, (rank - distance + size) % size}) {
+  const Rounds rounds(rank, size);
+  for (int round = 0; round < rounds.count(); ++round) {
+    for (const int peer : {rounds.from(round), rounds.to(round)}) {
       LinkPtr& link = links_[static_cast<std::size_t>(peer)];
       if (link) {
         continue;

@@ -12,14 +12,18 @@ constexpr std::uint64_t kContributions = 0;
 constexpr std::uint64_t kResults = 1;
 constexpr std::uint64_t kTransitRounds = 2;
 
+// Half of the slices, the first of which is as long as any.
+std::size_t most_message_bytes(const Collective& run, const Slices& slices) noexcept {
+  return static_cast<std::size_t>(run.size() + 1) / 2 * run.slot_bytes(slices[0].count);
+}
+
 }  // namespace
 
 bool goes_in_rounds(const Collective& run, std::size_t most_bytes) noexcept {
   const Call& call = run.call();
   const Slices slices(call.count, run.size(), run.slot_element_bytes());
-  const auto most_slices = static_cast<std::size_t>(run.size() + 1) / 2;
   return call.kind == OpKind::kAllReduce && run.slot_bytes(call.count) <= most_bytes &&
-         most_slices * run.slot_bytes(slices[0].count) <= run.group().chunk_bytes();
+         most_message_bytes(run, slices) <= run.group().chunk_bytes();
 }
 
 AllReduceInRounds::AllReduceInRounds(Collective& run)
@@ -28,7 +32,9 @@ AllReduceInRounds::AllReduceInRounds(Collective& run)
       slices_(run.call().count, run.size(), run.slot_element_bytes()),
       input_(run.call().inputs[0].data),
       output_(run.call().outputs[0].data),
-      contributions_(static_cast<std::size_t>(run.size()), nullptr) {}
+      contributions_(static_cast<std::size_t>(run.size()), nullptr) {
+  message_.reserve(most_message_bytes(run, slices_));
+}
 
 void AllReduceInRounds::append(const std::byte* own, const std::byte* travelled,
                                std::size_t count) {
