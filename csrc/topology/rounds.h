@@ -1,7 +1,12 @@
-// How the members of a ring all hear of each other in log2(n) rounds, in each of which every member
+// How all members of a group hear of each other in log2(n) rounds, in each of which every member
 // sends one message and gets one: pure arithmetic. From J. Bruck, C.-T. Ho, S. Kipnis, E. Upfal and
 // D. Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing
 // systems", IEEE Transactions on Parallel and Distributed Systems 8 (1997). A value.
+//
+// Members stand in a ring, so d places after member m comes m + d. Where their number is a power of
+// 2 it is m XOR d, so that d places before and after are the same member, and the same rounds are
+// recursive doubling: two members swap, and what each has to say carries TCP's acknowledgement of
+// what it has heard, which would be a packet of its own (of 11 packets of an exchange among 4, 3).
 //
 // In round k a member sends to the one 2^k places before it.
 //   All-gather: what it has of itself and of told(k) - 1 members after it. It then gets the same of
@@ -17,7 +22,7 @@ namespace pydist {
 
 class Rounds {
  public:
-  Rounds(int me, int size) noexcept : me_(me), size_(size) {
+  Rounds(int me, int size) noexcept : me_(me), size_(size), swaps_((size & (size - 1)) == 0) {
     while ((size_ - 1) >> count_ != 0) {
       ++count_;
     }
@@ -27,8 +32,16 @@ class Rounds {
   [[nodiscard]] int size() const noexcept { return size_; }
 
   // The member so many places after this one, 0 to size.
-  [[nodiscard]] int after(int places) const noexcept { return (me_ + places) % size_; }
-  [[nodiscard]] int before(int places) const noexcept { return after(size_ - places); }
+  [[nodiscard]] int after(int places) const noexcept {
+    return swaps_ ? me_ ^ (places % size_) : (me_ + places) % size_;
+  }
+  [[nodiscard]] int before(int places) const noexcept {
+    return swaps_ ? after(places) : after(size_ - places);
+  }
+  // How many places after this one a member is, less than size.
+  [[nodiscard]] int places_to(int member) const noexcept {
+    return swaps_ ? me_ ^ member : (member - me_ + size_) % size_;
+  }
 
   // To whom this one sends in a round, and who sends to it.
   [[nodiscard]] int to(int round) const noexcept { return before(1 << round); }
@@ -50,6 +63,7 @@ class Rounds {
  private:
   int me_;
   int size_;
+  bool swaps_;
   int count_ = 0;
 };
 

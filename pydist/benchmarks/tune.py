@@ -45,8 +45,12 @@ CANDIDATES: dict[str, list[int]] = {
     "sockets": [1, 2, 4],
     "chunk_bytes": [128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB],
     "one_shot_bytes": [16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB],
+    # Always, and never.
+    "rounds_from": [2, 1 << 20],
+    "rounds_bytes": [0, 64 * KIB, 256 * KIB, 1024 * KIB],
 }
-_BETWEEN_HOSTS_ALONE = ("sockets",)
+# What makes a difference on so many hosts and more.
+_LEAST_HOSTS = {"sockets": 2, "rounds_from": 3, "rounds_bytes": 3}
 
 _LEAST_ROUNDS = 5
 # A turn at a size takes about this long, and so many calls at least.
@@ -248,7 +252,7 @@ def main(options: argparse.Namespace) -> int:
 
     def measure() -> None:
         hosts = job.run(_count_hosts)[0]
-        names = [name for name in CANDIDATES if hosts > 1 or name not in _BETWEEN_HOSTS_ALONE]
+        names = [name for name in CANDIDATES if hosts >= _LEAST_HOSTS.get(name, 1)]
         settings, ratio = tune(names, in_turns, note)
         results["engine"] = settings
         results["toml"] = _as_toml(settings, ratio, job, hosts)

@@ -67,7 +67,7 @@ def test_each_variable_is_tried_with_what_was_taken_before() -> None:
     # No one shot is larger than a chunk.
     sizes = [choice["one_shot_bytes"] for choice in asked[2][1:]]
     assert sizes == [value for value in CANDIDATES["one_shot_bytes"] if value <= 131072]
-    assert asked[3] == [{}, {"sockets": 4, "chunk_bytes": 131072}]
+    assert asked[-1] == [{}, {"sockets": 4, "chunk_bytes": 131072}]
 
 
 def test_nothing_is_taken_where_nothing_is_faster() -> None:
@@ -96,11 +96,12 @@ def test_a_run_leaves_a_configuration(tmp_path: Path) -> None:
     config, results = measured(command, tmp_path)
     assert config["engine"] == results["engine"]
     assert "sockets" not in results  # on one host there are none
+    assert "rounds_from" not in results  # all tell each other at once
     assert isinstance(results["chunk_bytes"], list)
     assert len(results["chunk_bytes"]) == len(CANDIDATES["chunk_bytes"])
 
 
-ON_TWO_HOSTS = """
+ON_HOSTS_OF_ONE = """
 import os, sys
 os.environ["PYDIST_HOST_ID"] = os.environ["RANK"]
 from pydist.cli import main
@@ -109,14 +110,15 @@ sys.exit(main(["bench", *sys.argv[1:]]))
 
 
 @pytest.mark.thorough  # the run of one host is an everyday test
-def test_a_run_under_a_launcher_tries_sockets_between_hosts(tmp_path: Path) -> None:
-    program = tmp_path / "on_two_hosts.py"
-    program.write_text(ON_TWO_HOSTS)
+def test_a_run_under_a_launcher_tries_sockets_and_rounds_between_hosts(tmp_path: Path) -> None:
+    program = tmp_path / "on_hosts_of_one.py"
+    program.write_text(ON_HOSTS_OF_ONE)
     config, results = measured(
-        [sys.executable, "-m", "pydist", "run", "-n", "2", str(program)], tmp_path
+        [sys.executable, "-m", "pydist", "run", "-n", "3", str(program)], tmp_path
     )
     assert config["engine"] == results["engine"]
     assert isinstance(results["sockets"], list)
+    assert isinstance(results["rounds_bytes"], list)
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ void GlooControl::all_gather(const void* mine, void* all, std::size_t bytes, Dea
     check_hope(rank_);
     number = ++gathers_ * kRounds;
   }
-  // The records of this rank and of those after it.
+  // The records of this rank and of those after it, as Rounds counts.
   std::vector<std::byte> records(links_.size() * bytes);
   std::memcpy(records.data(), mine, bytes);
   for (int round = 0; round < rounds.count(); ++round, ++number) {

@@ -94,7 +94,7 @@ Task AllReduceInRounds::finish() {
   std::byte* const travelling = own_result.empty() ? nullptr : own_result.data();
   run_.reduce_pieces(
       [&](int rank) -> const std::byte* {
-        const int places = (rank - me + run_.size()) % run_.size();
+        const int places = rounds_.places_to(rank);
         return places == 0 ? of_slice(input_, me)
                            : contributions_[static_cast<std::size_t>(places)];
       },

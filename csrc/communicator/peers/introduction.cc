@@ -11,7 +11,7 @@ namespace {
 
 // Grows whenever the layout of anything in shared memory changes, so that two builds of one version
 // do not read each other's memory.
-constexpr int kSharedLayout = 18;
+constexpr int kSharedLayout = 19;
 
 }  // namespace
 

@@ -124,7 +124,7 @@ void ProgressThread::run() {
       }
       return moved;
     };
-    if (!drive_all() && !poll_network()) {
+    if (!drive_all() && !poll_network(/*stays=*/false)) {
       leave_network();
       Sleeper sleeper(*doorbell_);
       if (!drive_all()) {

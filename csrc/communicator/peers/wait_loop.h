@@ -155,10 +155,9 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
 
   // What comes from other hosts comes over `network`, which whoever waits polls from now on.
   void set_network(std::shared_ptr<TcpNode> network);
-  [[nodiscard]] bool poll_network() {
+  [[nodiscard]] bool poll_network(bool stays) {
     TcpNode* const network = polled_network_.load(std::memory_order_acquire);
-    // Where ranks share cores, the thread that serves the network keeps doing so.
-    return network != nullptr && network->poll(/*stays=*/spin().count() != 0);
+    return network != nullptr && network->poll(stays);
   }
   // In which a waiter sleeps. Null where that is no way to sleep: who shares this process's host
   // rings its doorbell.
@@ -227,11 +226,14 @@ void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longe
   while (true) {
     // Spin: cheap looks first, the clock only now and then.
     const auto spin = progress_->spin();
+    // Where ranks share cores, a long wait is mostly sleep, and the network's thread would be woken
+    // whenever one begins and ends.
+    const bool stays = spin.count() != 0 || !end;
     Deadline::Clock::time_point spin_end{};
     bool has_spin_end = false;
     bool is_over = false;
     for (unsigned turn = 0;; ++turn) {
-      const bool moved = drive() || progress_->poll_network();
+      const bool moved = drive() || progress_->poll_network(stays);
       is_over = is_finished();
       if (is_over) {
         break;

@@ -45,8 +45,8 @@ class FramedSocket {
 
   [[nodiscard]] int fd() const noexcept { return socket_.get(); }
 
-  // What the server has asked the system to tell of it.
-  std::uint32_t watched_events = 0;
+  // What the server has asked the system to tell of it; nothing before it has asked at all.
+  std::optional<std::uint32_t> watched_events;
 
   // Reads what has come, until there is no more or a large frame is whole, which is then best
   // worked on while it is in the cache. What it leaves, the system tells of. Returns whether

@@ -278,7 +278,8 @@ void TcpNode::watch(const Link& link) {
     const std::uint32_t events =
         socket->has_ended() ? 0u : EPOLLIN | (link.has_to_send() ? EPOLLOUT : 0u);
     if (events != socket->watched_events) {
-      watch_in(connections_.get(), EPOLL_CTL_MOD, socket->fd(), events, link.number());
+      const int operation = socket->watched_events ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
+      watch_in(connections_.get(), operation, socket->fd(), events, link.number());
       socket->watched_events = events;
     }
   }

@@ -3,7 +3,7 @@
 //
 // Note [Who serves the network]
 // Whoever waits for another host polls the connections itself, so that what arrives is seen without
-// a thread being woken. As long as somebody does, the thread stays away from them, but for a look
+// a thread being woken, which takes time, and where ranks share cores the core of one of them. As long as somebody does, the thread stays away from them, but for a look
 // every millisecond or two whether still somebody polls. A waiter that goes to sleep hands over to
 // the thread, which then waits for the system to tell of something, and rings the doorbells of
 // those that wait for it. Where nobody but this process rings its doorbell, a waiter sleeps in the

@@ -167,14 +167,11 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
     }
     known.failures = 0;
     known.hindrance.clear();
-    const int fd = conversation.fd();
     if (is_here(known)) {
-      end_pacing(fd);
+      end_pacing(conversation.fd());
     }
     known.link->add(conversation.release());
-    watch_in(connections_.get(), EPOLL_CTL_ADD, fd, EPOLLIN, known.link->number());
-    known.link->sockets().back()->watched_events = EPOLLIN;
-    watch(*known.link);  // what has waited for it may not go all at once
+    watch(*known.link);
     return;
   }
   if (conversation.is_dialer()) {

@@ -30,6 +30,18 @@ TEST(RoundsTest, WhoSendsToOneIsWhomItHearsFrom) {
       }
       for (int places = 0; places <= size; ++places) {
         EXPECT_EQ(Rounds(rounds.after(places), size).before(places), me);
+        EXPECT_EQ(rounds.places_to(rounds.after(places)), places % size);
+      }
+    }
+  }
+}
+
+TEST(RoundsTest, MembersSwapWhereTheirNumberIsAPowerOf2) {
+  for (const int size : {2, 4, 32}) {
+    for (int me = 0; me < size; ++me) {
+      const Rounds rounds(me, size);
+      for (int round = 0; round < rounds.count(); ++round) {
+        EXPECT_EQ(rounds.from(round), rounds.to(round));
       }
     }
   }
