@@ -6,7 +6,8 @@
 // Members stand in a ring, so d places after member m comes m + d. Where their number is a power of
 // 2 it is m XOR d, so that d places before and after are the same member, and the same rounds are
 // recursive doubling: two members swap, and what each has to say carries TCP's acknowledgement of
-// what it has heard, which would be a packet of its own (of 11 packets of an exchange among 4, 3).
+// what it has heard, which would be a packet of its own (3 of the 11 packets of an exchange among
+// 4).
 //
 // In round k a member sends to the one 2^k places before it.
 //   All-gather: what it has of itself and of told(k) - 1 members after it. It then gets the same of

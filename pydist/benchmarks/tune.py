@@ -39,14 +39,14 @@ Settings = dict[str, int]
 Rounds = list[list[list[float]]]
 
 KIB = 1 << 10
+NEVER = 1 << 20  # as many hosts as no job has
 
 # What is tried, in this order: a one shot is never larger than a chunk.
 CANDIDATES: dict[str, list[int]] = {
     "sockets": [1, 2, 4],
     "chunk_bytes": [128 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 2048 * KIB],
     "one_shot_bytes": [16 * KIB, 32 * KIB, 64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB],
-    # Always, and never.
-    "rounds_from": [2, 1 << 20],
+    "rounds_from": [2, NEVER],
     "rounds_bytes": [0, 64 * KIB, 256 * KIB, 1024 * KIB],
 }
 # What makes a difference on so many hosts and more.
@@ -184,6 +184,8 @@ def tune(
     """
     taken: Settings = {}
     for name in names:
+        if name == "rounds_bytes" and taken.get("rounds_from") == NEVER:
+            continue
         most = taken.get("chunk_bytes", math.inf) if name == "one_shot_bytes" else math.inf
         values = [value for value in CANDIDATES[name] if value <= most]
         compared = measure([taken, *({**taken, name: value} for value in values)], name)
@@ -253,6 +255,8 @@ def main(options: argparse.Namespace) -> int:
     def measure() -> None:
         hosts = job.run(_count_hosts)[0]
         names = [name for name in CANDIDATES if hosts >= _LEAST_HOSTS.get(name, 1)]
+        if job.ranks != hosts:
+            names = [name for name in names if name != "rounds_bytes"]  # no data goes in rounds
         settings, ratio = tune(names, in_turns, note)
         results["engine"] = settings
         results["toml"] = _as_toml(settings, ratio, job, hosts)

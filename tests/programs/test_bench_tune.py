@@ -10,7 +10,16 @@ from launch import run_command
 
 import pydist
 from pydist.benchmarks.noise import Ratio
-from pydist.benchmarks.tune import CANDIDATES, Compared, Rounds, Settings, best, compare, tune
+from pydist.benchmarks.tune import (
+    CANDIDATES,
+    NEVER,
+    Compared,
+    Rounds,
+    Settings,
+    best,
+    compare,
+    tune,
+)
 from pydist.cli import main
 
 # -- what is taken
@@ -70,6 +79,12 @@ def test_each_variable_is_tried_with_what_was_taken_before() -> None:
     assert asked[-1] == [{}, {"sockets": 4, "chunk_bytes": 131072}]
 
 
+def test_what_goes_in_rounds_is_not_tried_where_nothing_does() -> None:
+    said, asked = times({"rounds_from": {NEVER: 0.9}})
+    assert said[-3:] == ["rounds_from", "all together", str({"rounds_from": NEVER})]
+    assert len(asked) == len(CANDIDATES)
+
+
 def test_nothing_is_taken_where_nothing_is_faster() -> None:
     said, _ = times({})
     assert said == [*CANDIDATES, "{}"]
@@ -96,7 +111,7 @@ def test_a_run_leaves_a_configuration(tmp_path: Path) -> None:
     config, results = measured(command, tmp_path)
     assert config["engine"] == results["engine"]
     assert "sockets" not in results  # on one host there are none
-    assert "rounds_from" not in results  # all tell each other at once
+    assert "rounds_from" not in results
     assert isinstance(results["chunk_bytes"], list)
     assert len(results["chunk_bytes"]) == len(CANDIDATES["chunk_bytes"])
 

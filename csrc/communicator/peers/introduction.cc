@@ -9,8 +9,8 @@
 namespace pydist {
 namespace {
 
-// Grows whenever the layout of anything in shared memory changes, so that two builds of one version
-// do not read each other's memory.
+// Grows whenever the layout of anything in shared memory changes, or what ranks send to whom, so
+// that two builds of one version do not read each other's memory or wait for each other.
 constexpr int kSharedLayout = 19;
 
 }  // namespace

@@ -114,6 +114,7 @@ void ProgressThread::hand_over(const std::shared_ptr<Drivable>& drivable, HandOv
 void ProgressThread::run() {
   std::vector<std::shared_ptr<Drivable>> drivables;
   while (take_work(drivables)) {
+    is_driving_.store(true, std::memory_order_relaxed);
     const auto drive_all = [&drivables] {
       bool moved = false;
       for (const auto& drivable : drivables) {
@@ -135,6 +136,7 @@ void ProgressThread::run() {
 }
 
 void ProgressThread::rest(std::unique_lock<std::mutex>& lock) {
+  is_driving_.store(false, std::memory_order_relaxed);
   if (!std::exchange(came_soon_, false)) {
     nap_ = kShortestNap;
     has_news_.wait(lock);

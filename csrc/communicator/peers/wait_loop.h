@@ -155,9 +155,18 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
 
   // What comes from other hosts comes over `network`, which whoever waits polls from now on.
   void set_network(std::shared_ptr<TcpNode> network);
+  // `stays` as for TcpNode::poll(). While this thread has work, what comes for that must not wait
+  // for a caller who polls and then goes its way: the network's thread serves, too.
   [[nodiscard]] bool poll_network(bool stays) {
     TcpNode* const network = polled_network_.load(std::memory_order_acquire);
-    return network != nullptr && network->poll(stays);
+    return network != nullptr &&
+           network->poll(stays && !is_driving_.load(std::memory_order_relaxed));
+  }
+  // The caller polls no more, for now.
+  void end_polling() noexcept {
+    if (TcpNode* const network = polled_network_.load(std::memory_order_acquire)) {
+      network->end_polling();
+    }
   }
   // In which a waiter sleeps. Null where that is no way to sleep: who shares this process's host
   // rings its doorbell.
@@ -204,6 +213,7 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   std::shared_ptr<TcpNode> network_;  // guarded by mutex_; set once
   std::atomic<TcpNode*> polled_network_{nullptr};
   std::atomic<bool> has_peers_here_{false};
+  std::atomic<bool> is_driving_{false};  // what has been handed over
   std::atomic<bool> has_thread_{false};  // for start() alone, which is called often
 };
 
@@ -226,8 +236,9 @@ void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longe
   while (true) {
     // Spin: cheap looks first, the clock only now and then.
     const auto spin = progress_->spin();
-    // Where ranks share cores, a long wait is mostly sleep, and the network's thread would be woken
-    // whenever one begins and ends.
+    // Where ranks share cores, a wait that has come to a first sleep (there is an end) is mostly
+    // sleep from then on. To take the network for each short look between two sleeps, and to hand
+    // it over again, would wake its thread twice.
     const bool stays = spin.count() != 0 || !end;
     Deadline::Clock::time_point spin_end{};
     bool has_spin_end = false;
@@ -286,6 +297,7 @@ void Drivable::attend_until(Finished is_finished, std::chrono::nanoseconds longe
     Sleeper sleeper(doorbell);
     sleep_in(sleeper);
   }
+  progress_->end_polling();
   is_attended_.store(false);
 }
 

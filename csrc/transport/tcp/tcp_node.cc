@@ -112,9 +112,14 @@ LinkPtr TcpNode::link_to(const NodeCard& peer, const std::string& token, const J
   auto link = std::make_shared<Link>(
       peer.name, links_.size() + 1,
       [this] {
-        // Whoever polls sends it. Who sleeps has to be told, and the thread, which dials.
-        if (!is_polled_.load(std::memory_order_relaxed) || is_slept_in_.load()) {
+        // Whoever polls sends it. Who sleeps has to be told, and the thread, which dials. The
+        // fence: either the thread, which has stored that nobody polls, sees what is to be sent, or
+        // this caller sees that it has.
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (!is_polled_.load() || is_slept_in_.load()) {
           wake();
+        } else {
+          is_unsent_left_.store(true, std::memory_order_relaxed);
         }
         wake_sleeper();
       },
@@ -253,8 +258,9 @@ bool TcpNode::wait() {
   Deadline next = Deadline::in(kBeat);
   {
     const std::lock_guard lock(mutex_);
-    for (const LinkPtr& link : links_) {
-      watch(*link);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // with the one in link_to()
+    if (!watch_all()) {
+      next = Deadline::in(std::chrono::milliseconds(kLook_ms));
     }
     for (const auto& [name, known] : known_) {
       if (is_to_be_dialled(known)) {
@@ -271,7 +277,23 @@ bool TcpNode::wait() {
                      [](const epoll_event& event) { return event.data.u64 == kMeetingsEvent; });
 }
 
-void TcpNode::watch(const Link& link) {
+bool TcpNode::watch_all() {
+  bool watches_all = true;
+  for (const LinkPtr& link : links_) {
+    watches_all = watch(*link) && watches_all;
+  }
+  if (std::exchange(watches_all_, watches_all) && !watches_all) {
+    log_errors_of([this] {
+      log_.post(LogLevel::kWarning,
+                "The system watches no more connections (fs.epoll.max_user_watches, or memory): "
+                "they are looked at every millisecond, which is slow.");
+    });
+  }
+  return watches_all;
+}
+
+bool TcpNode::watch(const Link& link) {
+  bool watches_all = true;
   // Level triggered: what is not read, or not sent, is told of again.
   for (const std::unique_ptr<FramedSocket>& socket : link.sockets()) {
     // One that has ended would be told of for ever.
@@ -279,10 +301,17 @@ void TcpNode::watch(const Link& link) {
         socket->has_ended() ? 0u : EPOLLIN | (link.has_to_send() ? EPOLLOUT : 0u);
     if (events != socket->watched_events) {
       const int operation = socket->watched_events ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
-      watch_in(connections_.get(), operation, socket->fd(), events, link.number());
-      socket->watched_events = events;
+      epoll_event event{};
+      event.events = events;
+      event.data.u64 = link.number();
+      if (::epoll_ctl(connections_.get(), operation, socket->fd(), &event) == 0) {
+        socket->watched_events = events;
+      } else {
+        watches_all = false;
+      }
     }
   }
+  return watches_all;
 }
 
 void TcpNode::lose(Known& known, const std::string& why) {

@@ -3,12 +3,14 @@
 //
 // Note [Who serves the network]
 // Whoever waits for another host polls the connections itself, so that what arrives is seen without
-// a thread being woken, which takes time, and where ranks share cores the core of one of them. As long as somebody does, the thread stays away from them, but for a look
-// every millisecond or two whether still somebody polls. A waiter that goes to sleep hands over to
-// the thread, which then waits for the system to tell of something, and rings the doorbells of
-// those that wait for it. Where nobody but this process rings its doorbell, a waiter sleeps in the
-// network itself, and is woken once where the thread and then the waiter would be. One at a time
-// does: the others leave all that comes to it.
+// a thread being woken: that takes time and, where ranks share cores, takes the core of one of
+// them. As long as somebody polls who stays, the thread keeps away from the connections, but for a
+// look every millisecond or two whether still somebody does; so it is back some 4 ms after the last
+// one has gone without a word. A waiter that goes to sleep hands over to the thread, which then
+// waits for the system to tell of something, and rings the doorbells of those that wait for it.
+// Where nobody but this process rings its doorbell, a waiter sleeps in the network itself, and is
+// woken once where the thread and then the waiter would be. One at a time does: the others leave
+// all that comes to it.
 //
 // Thread safe. Sinks and callbacks run on the thread that serves, which holds the right to: they
 // must not wait, and must not call add_sink() or remove_sink().
@@ -86,9 +88,12 @@ class TcpNode {
   // returns, nobody writes there.
   void drop(const FrameSink& sink, FrameKind kind);
 
-  // Serves the connections, unless another thread does; returns whether anything has come. Once it
-  // has been called with `stays`, the caller will call again soon, or hand_over().
+  // Serves the connections, unless another thread does; returns whether anything has come. With
+  // `stays` the thread keeps away: the caller will call again soon, hand_over(), or end_polling().
   bool poll(bool stays);
+  // For who has polled, and does not wait any more: what is still to be sent is the thread's. What
+  // comes may wait until it is back by itself.
+  void end_polling() noexcept;
   // Announces that this thread is about to sleep in the network. Between construction and sleep()
   // the caller looks at what it waits for once more: from construction on nobody else serves, and
   // wake_sleeper() wakes it.
@@ -181,7 +186,10 @@ class TcpNode {
   void end_sleep() noexcept;
   void await_taken();
   void lose_silent_links();
-  void watch(const Link& link);
+  // False where the system watches no more connections; to be tried again.
+  [[nodiscard]] bool watch(const Link& link);
+  // The same of all. Logs when it begins to be false.
+  bool watch_all();
   void lose(Known& known, const std::string& why);
   void warn_of_stranger(const std::string& who, const std::string& why);
 
@@ -201,6 +209,7 @@ class TcpNode {
   std::atomic<bool> is_polled_{false};
   std::atomic<bool> is_slept_in_{false};
   std::atomic<std::uint64_t> polls_{0};
+  std::atomic<bool> is_unsent_left_{false};  // to who polls
   std::atomic<bool> is_stopping_{false};
   std::mutex mutex_;                           // the right to serve
   std::map<std::string, Known> known_;         // by name; guarded by mutex_
@@ -210,6 +219,7 @@ class TcpNode {
   Talks talks_;                                // by number, from 1; guarded by mutex_
   std::set<std::uint64_t> silent_;             // links, at the last beat; guarded by mutex_
   bool is_listening_ = true;                   // guarded by mutex_
+  bool watches_all_ = true;                    // guarded by mutex_
   std::uint64_t last_talk_ = 0;                // guarded by mutex_
   std::size_t strangers_ = 0;                  // that have been dropped; guarded by mutex_
   Deadline next_warning_ = Deadline::in(std::chrono::nanoseconds(0));  // guarded by mutex_

@@ -171,7 +171,7 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
       end_pacing(conversation.fd());
     }
     known.link->add(conversation.release());
-    watch(*known.link);
+    watch_all();
     return;
   }
   if (conversation.is_dialer()) {

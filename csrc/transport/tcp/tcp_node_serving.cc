@@ -41,12 +41,7 @@ TcpNode::Sleeper::Sleeper(TcpNode& node) : node_(node) {
       return;
     }
     node_.keep_thread_away();
-    try {
-      for (const LinkPtr& link : node_.links_) {
-        node_.watch(*link);
-      }
-    } catch (const std::exception&) {
-      // The system watches no more. The thread, which tries again, tells of it.
+    if (!node_.watch_all()) {
       node_.is_slept_in_.store(false);
       may_sleep_ = false;
     }
@@ -113,6 +108,12 @@ bool TcpNode::try_to_serve(const Serve& serve) noexcept {
   }
 }
 
+void TcpNode::end_polling() noexcept {
+  if (is_unsent_left_.load(std::memory_order_relaxed) && is_unsent_left_.exchange(false)) {
+    hand_over();
+  }
+}
+
 void TcpNode::hand_over() noexcept {
   if (!is_polled_.load()) {
     return;
@@ -127,7 +128,7 @@ void TcpNode::hand_over() noexcept {
 
 bool TcpNode::serve_frames() {
   bool has_come = false;
-  if (links_.size() <= kFewLinks) {
+  if (links_.size() <= kFewLinks || !watches_all_) {
     for (std::size_t index = 0; index < links_.size(); ++index) {
       has_come = serve(*links_[index]) || has_come;
     }
