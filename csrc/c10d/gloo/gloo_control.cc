@@ -193,6 +193,8 @@ std::vector<std::byte> GlooControl::await(int sender, std::uint64_t number, Dead
     if (const auto it = arrived_.find({sender, number}); it != arrived_.end()) {
       std::vector<std::byte> got = std::move(it->second);
       arrived_.erase(it);
+      lock.unlock();
+      node_->tcp().end_polling();
       return got;
     }
     check_hope(sender);

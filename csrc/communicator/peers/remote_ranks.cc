@@ -45,8 +45,7 @@ RemoteRanks::RemoteRanks(int rank, const Placement& placement, std::uint64_t id,
       from_(peers_.size()),
       targets_(peers_.size()),
       last_segments_(peers_.size()),
-      has_transit_(peers_.size()),
-      last_eager_bytes_(peers_.size()) {
+      has_transit_(peers_.size()) {
   for (int host = 0; host < placement_.hosts(); ++host) {
     if (host != placement_.host_of(rank_)) {
       other_hosts_.push_back(host);

@@ -21,9 +21,11 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/error.h"
@@ -184,7 +186,8 @@ class RemoteRanks final : public Announcer,
   std::vector<SegmentTargets> targets_;                    // of collectives; by rank
   std::vector<std::atomic<std::uint64_t>> last_segments_;  // by rank, plus one; 0: not told
   std::vector<bool> has_transit_;                          // of ranks on other hosts; the server's
-  std::vector<std::uint64_t> last_eager_bytes_;  // by rank, of a post to come; the server's
+  // By sender and rank: bytes that have come ahead of a post; the server's.
+  std::map<std::pair<int, int>, std::uint64_t> eager_bytes_;
   std::atomic<std::int64_t> next_refresh_ns_{0};
   std::atomic<bool> has_passed_failure_on_{false};
   std::atomic<bool> has_departed_{false};

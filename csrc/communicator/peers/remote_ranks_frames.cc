@@ -231,8 +231,9 @@ std::byte* RemoteRanks::place_of_deposit(const FrameHeader& header, int rank) {
 
 void RemoteRanks::note_arrival(const FrameHeader& header, int rank) {
   segment_.control(rank).arrivals[header.number % kTransitSlots] = {header.number, header.bytes};
-  last_eager_bytes_[static_cast<std::size_t>(rank)] =
-      header.kind == FrameKind::kEager ? header.bytes : 0;
+  if (header.kind == FrameKind::kEager) {
+    eager_bytes_[{header.sender, rank}] = header.bytes;
+  }
 }
 
 void RemoteRanks::take_posts(const FrameHeader& header, const std::byte* payload) {
@@ -244,9 +245,12 @@ void RemoteRanks::take_posts(const FrameHeader& header, const std::byte* payload
     require(link(record.rank) && header.number > last.load(std::memory_order_relaxed), header);
     PostDetail detail;
     std::memcpy(&detail, record.detail.data(), sizeof detail);
-    // What goes ahead of a post has come before it, or ranks would look where nothing is.
-    std::uint64_t& eager_bytes = last_eager_bytes_[static_cast<std::size_t>(record.rank)];
-    require(detail.eager_bytes == std::exchange(eager_bytes, 0), header);
+    // What goes ahead of a post has come before it, or ranks would look where nothing is. Both come
+    // from one sender: a rank's next post may take another way, and come in between.
+    const auto eager = eager_bytes_.find({header.sender, record.rank});
+    const std::uint64_t has_come =
+        eager == eager_bytes_.end() ? 0 : std::exchange(eager->second, 0);
+    require(detail.eager_bytes == has_come, header);
     write_post(record, segment_, header.number);
   }
 }

@@ -125,7 +125,9 @@ void ProgressThread::run() {
       }
       return moved;
     };
-    if (!drive_all() && !poll_network(/*stays=*/false)) {
+    if (drive_all()) {
+      end_polling();  // it may have sent more than goes at once
+    } else if (!poll_network(/*stays=*/false)) {
       leave_network();
       Sleeper sleeper(*doorbell_);
       if (!drive_all()) {

@@ -165,7 +165,11 @@ class ProgressThread : public std::enable_shared_from_this<ProgressThread> {
   // The caller polls no more, for now.
   void end_polling() noexcept {
     if (TcpNode* const network = polled_network_.load(std::memory_order_acquire)) {
-      network->end_polling();
+      if (is_driving_.load(std::memory_order_relaxed)) {
+        network->hand_over();  // a waiter that has slept in the network has kept its thread away
+      } else {
+        network->end_polling();
+      }
     }
   }
   // In which a waiter sleeps. Null where that is no way to sleep: who shares this process's host

@@ -100,11 +100,16 @@ int error_of_socket(int socket) noexcept {
   return ::getsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &bytes) == 0 ? error : errno;
 }
 
-void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data) {
+bool try_to_watch_in(int epoll, int operation, int fd, std::uint32_t events,
+                     std::uint64_t data) noexcept {
   epoll_event event{};
   event.events = events;
   event.data.u64 = data;
-  if (::epoll_ctl(epoll, operation, fd, &event) != 0) {
+  return ::epoll_ctl(epoll, operation, fd, &event) == 0;
+}
+
+void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data) {
+  if (!try_to_watch_in(epoll, operation, fd, events, data)) {
     throw system_error("Watching a connection", errno);
   }
 }

@@ -34,6 +34,9 @@ inline constexpr std::chrono::milliseconds kUnacknowledged{8'000};
 
 // epoll_ctl() with an event that carries `data`. Throws TransportError.
 void watch_in(int epoll, int operation, int fd, std::uint32_t events, std::uint64_t data);
+// The same; false where that would throw.
+[[nodiscard]] bool try_to_watch_in(int epoll, int operation, int fd, std::uint32_t events,
+                                   std::uint64_t data) noexcept;
 
 // A connection that waits to be accepted; none where there is none, or where it can't be had.
 [[nodiscard]] FileDescriptor accept_one(int listener) noexcept;

@@ -113,8 +113,8 @@ LinkPtr TcpNode::link_to(const NodeCard& peer, const std::string& token, const J
       peer.name, links_.size() + 1,
       [this] {
         // Whoever polls sends it. Who sleeps has to be told, and the thread, which dials. The
-        // fence: either the thread, which has stored that nobody polls, sees what is to be sent, or
-        // this caller sees that it has.
+        // fence: either who serves next sees what is to be sent (watch_all()), or this caller sees
+        // that nobody polls, or that somebody sleeps.
         std::atomic_thread_fence(std::memory_order_seq_cst);
         if (!is_polled_.load() || is_slept_in_.load()) {
           wake();
@@ -258,7 +258,6 @@ bool TcpNode::wait() {
   Deadline next = Deadline::in(kBeat);
   {
     const std::lock_guard lock(mutex_);
-    std::atomic_thread_fence(std::memory_order_seq_cst);  // with the one in link_to()
     if (!watch_all()) {
       next = Deadline::in(std::chrono::milliseconds(kLook_ms));
     }
@@ -278,6 +277,7 @@ bool TcpNode::wait() {
 }
 
 bool TcpNode::watch_all() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with the one in link_to()
   bool watches_all = true;
   for (const LinkPtr& link : links_) {
     watches_all = watch(*link) && watches_all;
@@ -285,8 +285,8 @@ bool TcpNode::watch_all() {
   if (std::exchange(watches_all_, watches_all) && !watches_all) {
     log_errors_of([this] {
       log_.post(LogLevel::kWarning,
-                "The system watches no more connections (fs.epoll.max_user_watches, or memory): "
-                "they are looked at every millisecond, which is slow.");
+                "The system does not watch all connections (is fs.epoll.max_user_watches too "
+                "small?): they are looked at every millisecond, which is slow.");
     });
   }
   return watches_all;
@@ -301,10 +301,7 @@ bool TcpNode::watch(const Link& link) {
         socket->has_ended() ? 0u : EPOLLIN | (link.has_to_send() ? EPOLLOUT : 0u);
     if (events != socket->watched_events) {
       const int operation = socket->watched_events ? EPOLL_CTL_MOD : EPOLL_CTL_ADD;
-      epoll_event event{};
-      event.events = events;
-      event.data.u64 = link.number();
-      if (::epoll_ctl(connections_.get(), operation, socket->fd(), &event) == 0) {
+      if (try_to_watch_in(connections_.get(), operation, socket->fd(), events, link.number())) {
         socket->watched_events = events;
       } else {
         watches_all = false;
@@ -336,6 +333,9 @@ void TcpNode::beat() {
   next_beat_ = Deadline::in(kBeat);
   drop_silent_talks();
   lose_silent_links();
+  if (!watches_all_) {
+    watch_all();
+  }
   if (!is_listening_) {
     watch_in(meetings_.get(), EPOLL_CTL_ADD, listener_.get(), EPOLLIN, kListenerEvent);
     is_listening_ = true;

@@ -6,11 +6,12 @@
 // a thread being woken: that takes time and, where ranks share cores, takes the core of one of
 // them. As long as somebody polls who stays, the thread keeps away from the connections, but for a
 // look every millisecond or two whether still somebody does; so it is back some 4 ms after the last
-// one has gone without a word. A waiter that goes to sleep hands over to the thread, which then
-// waits for the system to tell of something, and rings the doorbells of those that wait for it.
-// Where nobody but this process rings its doorbell, a waiter sleeps in the network itself, and is
-// woken once where the thread and then the waiter would be. One at a time does: the others leave
-// all that comes to it.
+// one has gone without a word. One that goes and leaves something unsent says so, and while work
+// goes on in the background the thread serves, too. A waiter that goes to sleep hands over to the
+// thread, which then waits for the system to tell of something, and rings the doorbells of those
+// that wait for it. Where nobody but this process rings its doorbell, a waiter sleeps in the
+// network itself, and is woken once where the thread and then the waiter would be. One at a time
+// does: the others leave all that comes to it.
 //
 // Thread safe. Sinks and callbacks run on the thread that serves, which holds the right to: they
 // must not wait, and must not call add_sink() or remove_sink().
@@ -186,7 +187,7 @@ class TcpNode {
   void end_sleep() noexcept;
   void await_taken();
   void lose_silent_links();
-  // False where the system watches no more connections; to be tried again.
+  // With mutex_. False where the system watches no more connections; to be tried again.
   [[nodiscard]] bool watch(const Link& link);
   // The same of all. Logs when it begins to be false.
   bool watch_all();
@@ -201,15 +202,15 @@ class TcpNode {
   NodeCard card_;
   EventDescriptor wake_fd_;
   EventDescriptor sleeper_fd_;
-  FileDescriptor meetings_;     // epoll: wake_fd_, listener_ and the talks
-  FileDescriptor connections_;  // epoll: all connections
-  FileDescriptor thread_set_;   // epoll: meetings_ and connections_
-  FileDescriptor sleeper_set_;  // epoll: connections_ and sleeper_fd_
+  FileDescriptor meetings_;                  // epoll: wake_fd_, listener_ and the talks
+  FileDescriptor connections_;               // epoll: all connections
+  FileDescriptor thread_set_;                // epoll: meetings_ and connections_
+  FileDescriptor sleeper_set_;               // epoll: connections_ and sleeper_fd_
+  std::atomic<bool> is_unsent_left_{false};  // to who polls
   // Changed with mutex_: whether the thread stays away, and whether somebody sleeps.
   std::atomic<bool> is_polled_{false};
   std::atomic<bool> is_slept_in_{false};
   std::atomic<std::uint64_t> polls_{0};
-  std::atomic<bool> is_unsent_left_{false};  // to who polls
   std::atomic<bool> is_stopping_{false};
   std::mutex mutex_;                           // the right to serve
   std::map<std::string, Known> known_;         // by name; guarded by mutex_

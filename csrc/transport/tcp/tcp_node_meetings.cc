@@ -171,7 +171,9 @@ void TcpNode::end_talk(Talks::iterator talk, Conversation::State state) {
       end_pacing(conversation.fd());
     }
     known.link->add(conversation.release());
-    watch_all();
+    if (!watch_all()) {
+      wake_sleeper();
+    }
     return;
   }
   if (conversation.is_dialer()) {

@@ -30,6 +30,7 @@ bool TcpNode::poll(bool stays) {
   if (stays) {
     keep_thread_away();
   }
+  is_unsent_left_.store(false, std::memory_order_relaxed);
   return try_to_serve([this] { return serve_frames(); });
 }
 
@@ -154,6 +155,9 @@ bool TcpNode::serve(Link& link) {
   }
   if (link.has_to_send()) {
     link.flush();
+    if (link.has_to_send()) {
+      is_unsent_left_.store(true, std::memory_order_relaxed);
+    }
   }
   const bool has_come = link.receive([this](std::uint64_t group) -> FrameSink* {
     const auto sink = sinks_.find(group);

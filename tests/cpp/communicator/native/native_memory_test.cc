@@ -120,6 +120,20 @@ TEST_P(NativeMemoryOnHosts, RandomLifetimes) {
   });
 }
 
+// A rank tells all hosts of an allocation itself, but others may pass on the post that comes next,
+// and what goes ahead of that.
+TEST_P(NativeMemoryOnHosts, PostsThatTakeDifferentWaysDoNotMeet) {
+  run([](RankOfTest& self) {
+    const auto ranks = static_cast<float>(GetParam().size());
+    for (int turn = 0; turn < 500; ++turn) {
+      const MemoryPtr block = self.communicator->allocate(64, kHost);
+      std::vector<float> values(500, 1.0F);
+      self.communicator->run(all_reduce(values));
+      ASSERT_EQ(values.back(), ranks);
+    }
+  });
+}
+
 // A host from which memory was taken back needs it anew, and others do not, or have other blocks
 // free: rank 0 keeps what all others have freed.
 TEST_P(NativeMemoryOnHosts, HostsThatNeedMemoryAndHostsThatHaveItAgree) {
