@@ -5,9 +5,8 @@
 //
 // Members stand in a ring, so d places after member m comes m + d. Where their number is a power of
 // 2 it is m XOR d, so that d places before and after are the same member, and the same rounds are
-// recursive doubling: two members swap, and what each has to say carries TCP's acknowledgement of
-// what it has heard, which would be a packet of its own (3 of the 11 packets of an exchange among
-// 4).
+// recursive doubling: two members swap. So each waits for one that waits for it, and where members
+// share cores there are fewer switches from one to another (docs/decisions/0015).
 //
 // In round k a member sends to the one 2^k places before it.
 //   All-gather: what it has of itself and of told(k) - 1 members after it. It then gets the same of

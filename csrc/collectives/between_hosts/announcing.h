@@ -49,9 +49,9 @@ class Rider {
 // ranks whose calls differ some may announce in rounds and others directly. Those pass nothing on,
 // and who counts on one of them would wait for ever. But it hears that one itself, which has told
 // all. So a rank compares the call of each that it hears with its own before it goes on, and throws
-// Mismatch. Some rank always does: follow whom each waits for. Each is in an earlier round
-// than the one before it, so that ends at one that does not announce in rounds, which the last one
-// that waits hears.
+// Mismatch. Some rank always does: follow whom each waits for. Each is in an earlier round than the
+// one before it, so that ends at one that does not announce in rounds, which the last one that
+// waits hears.
 [[nodiscard]] Task announce_in_rounds(Group& group, const Call& call, const Placement& placement,
                                       std::size_t eager_bytes, Rider* rider);
 

@@ -202,15 +202,16 @@ class TcpNode {
   NodeCard card_;
   EventDescriptor wake_fd_;
   EventDescriptor sleeper_fd_;
-  FileDescriptor meetings_;                  // epoll: wake_fd_, listener_ and the talks
-  FileDescriptor connections_;               // epoll: all connections
-  FileDescriptor thread_set_;                // epoll: meetings_ and connections_
-  FileDescriptor sleeper_set_;               // epoll: connections_ and sleeper_fd_
-  std::atomic<bool> is_unsent_left_{false};  // to who polls
+  FileDescriptor meetings_;     // epoll: wake_fd_, listener_ and the talks
+  FileDescriptor connections_;  // epoll: all connections
+  FileDescriptor thread_set_;   // epoll: meetings_ and connections_
+  FileDescriptor sleeper_set_;  // epoll: connections_ and sleeper_fd_
   // Changed with mutex_: whether the thread stays away, and whether somebody sleeps.
   std::atomic<bool> is_polled_{false};
   std::atomic<bool> is_slept_in_{false};
   std::atomic<std::uint64_t> polls_{0};
+  // Whether who polls has been left something to send. Changed by anybody.
+  std::atomic<bool> is_unsent_left_{false};
   std::atomic<bool> is_stopping_{false};
   std::mutex mutex_;                           // the right to serve
   std::map<std::string, Known> known_;         // by name; guarded by mutex_
